@@ -1,0 +1,1 @@
+"""Ops of Engram: one torch reference each, faster implementations behind the same registry."""

@@ -1,0 +1,1 @@
+"""Kubernetes operator of Engram, and the local mode `engram up`."""

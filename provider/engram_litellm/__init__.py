@@ -1,0 +1,1 @@
+"""LiteLLM provider and snapshot client of Engram."""

@@ -1,0 +1,1 @@
+"""Stateful inference runtime: engine, snapshots, HTTP server and the `engram` command line."""

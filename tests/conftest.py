@@ -1,0 +1,56 @@
+"""Test tiers by folder: a test's marker is the folder it lives in, so no test can be in the wrong tier.
+
+GPU tests are skipped without a CUDA device and say so. Threads are pinned because two busy OpenMP pools on a small
+machine slow each other down by an order of magnitude.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+import pytest
+
+try:  # the GPU tier also runs on a bare machine that has only torch, triton, transformers and pytest
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    settings = None
+
+TIERS = ("unit", "integration", "e2e", "gpu")
+
+if settings is not None:
+    settings.register_profile(
+        "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    )
+    settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def _cuda_missing() -> str | None:
+    """Why GPU tests cannot run here, or None when they can."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    missing: str | None = None
+    checked = False
+    for item in items:
+        parts = item.path.relative_to(root).parts if item.path.is_relative_to(root) else ()
+        if not parts or parts[0] not in TIERS:
+            continue
+        item.add_marker(parts[0])
+        if parts[0] == "gpu":
+            if not checked:
+                missing, checked = _cuda_missing(), True
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"gpu tier not run: {missing}"))
