@@ -1,0 +1,53 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+export LITELLM_LOCAL_MODEL_COST_MAP := True
+# Two busy OpenMP pools on a small machine slow each other down tenfold.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+
+.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-provider openapi clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+install: ## make the virtual environment (done by every target that needs it)
+	@scripts/bootstrap.sh $(VENV)
+
+demo: install ## a 12-turn chat with real weights that survives a killed engine (about 4 minutes)
+	$(BIN)/python examples/demo/demo.py --output build/demo.json
+
+test: lint test-unit test-integration ## everything CI runs: lint, unit and integration tests
+	@echo "not run here: gpu tier (make test-gpu, on a machine with a CUDA device)"
+
+lint: install ## ruff, mypy (strict) and the layer contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: install ## format and sort imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-unit: install ## fast tests, in process
+	$(PYTEST) tests/unit
+
+test-integration: install ## real servers on loopback, real weights (fetched once)
+	$(PYTEST) tests/integration
+
+# On a bare GPU machine only torch, triton, transformers and pytest are needed: nothing is installed or fetched.
+test-gpu: ## kernels on a CUDA device
+	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings=
+
+openapi: install ## regenerate docs/openapi.json
+	$(BIN)/python scripts/openapi.py
+
+bench-provider: install ## what the LiteLLM provider adds to a call
+	$(BIN)/python tests/bench/bench_provider_overhead.py
+
+clean: ## remove what make built in this folder (not the caches outside it)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
