@@ -1,0 +1,1 @@
+"""Host side of inference: requests in, step plans out; no tensor lives above the executor."""

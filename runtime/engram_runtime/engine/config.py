@@ -1,0 +1,78 @@
+"""Engine configuration: validated before anything is loaded, immutable afterwards.
+
+An option that this backend cannot honour is a ValueError here, never a warning later. Values that depend on the model
+(window, pool sizes) stay None until the executor has seen it and are reported in `EngineStats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes are in tokens, slots or bytes as the name says; None means: derived from the model and the memory."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_tokens: int | None = None
+    state_slots: int | None = None
+    """Running recurrent states; None: max_num_seqs. Ignored by models without state."""
+    checkpoint_slots: int | None = None
+    """Recurrent states kept at boundaries; None: a share of the memory budget."""
+    swap_bytes: int = 1 << 30
+    """Host memory for preempted requests; 0: always recompute."""
+    op_overrides: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    """Makes requests without a seed reproducible run to run; None: drawn from the system."""
+    turn_end_grace_seconds: float = 0.3
+    """How long a durable save of turn_end waits for a next_history of the same turn to replace it."""
+    restore_timeout_seconds: float = 30.0
+    progress: bool = True
+    use_cuda_graph: bool | None = None
+    tensor_parallel_size: int = 1
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must be the path of a checkpoint folder, got an empty string")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        for name, low in (("max_model_len", 2), ("kv_cache_tokens", 16), ("state_slots", 1), ("checkpoint_slots", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name} must be >= {low}, got {value}")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}) so that every running "
+                f"sequence can decode in one step, got {self.max_num_batched_tokens}"
+            )
+        for name in ("swap_bytes", "turn_end_grace_seconds", "restore_timeout_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.state_slots is not None and self.state_slots < self.max_num_seqs:
+            raise ValueError(f"state_slots must be >= max_num_seqs ({self.max_num_seqs}), got {self.state_slots}")
+        self._refuse_what_is_not_built()
+
+    def _refuse_what_is_not_built(self) -> None:
+        if self.use_cuda_graph:
+            raise ValueError("use_cuda_graph=True cannot be honoured: the torch reference backend records no graphs")
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1 on this backend (one process), got {self.tensor_parallel_size}"
+            )
+        if self.quantization is not None:
+            raise ValueError(f"quantization is not available on this backend, got {self.quantization!r}")

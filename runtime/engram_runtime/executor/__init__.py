@@ -1,0 +1,1 @@
+"""Device side of inference: takes a step plan as plain data, owns the model, the caches and the sampled rows."""
