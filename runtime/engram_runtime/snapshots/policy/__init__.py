@@ -1,0 +1,1 @@
+"""Identity, manifests, references and retention: pure decisions, no torch and no input or output."""
