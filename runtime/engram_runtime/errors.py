@@ -23,9 +23,9 @@ class SnapshotError(EngramError):
     """A snapshot could not be saved, read or trusted."""
 
 
-class NotFound(SnapshotError):  # noqa: N818  (named as callers speak of it)
+class NotFound(SnapshotError):
     """The named snapshot, conversation or object does not exist, for this tenant."""
 
 
-class Conflict(SnapshotError):  # noqa: N818
+class Conflict(SnapshotError):
     """Somebody else moved what this operation meant to move."""
