@@ -1,0 +1,1 @@
+"""Residual addition fused with the next RMS norm."""

@@ -1,0 +1,32 @@
+"""The implementations that ship, as plain data. A new kernel is one line here and one file in the folder of its op."""
+
+from __future__ import annotations
+
+from engram_kernels.spec import OpSpec
+
+OP_NAMES: tuple[str, ...] = (
+    "linear",
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "kv_append",
+    "paged_attention",
+    "silu_and_mul",
+    "logits",
+    "causal_conv1d",
+    "ssd_scan",
+    "state_update",
+    "gated_rms_norm",
+    "route",
+    "experts",
+    "sample",
+    "copy_blocks",
+    "gather_kv",
+    "scatter_kv",
+    "copy_state",
+)
+
+REFERENCES: tuple[OpSpec, ...] = tuple(OpSpec(op, "torch", f"engram_kernels.{op}.reference:{op}") for op in OP_NAMES)
+
+SHIPPED: tuple[OpSpec, ...] = REFERENCES

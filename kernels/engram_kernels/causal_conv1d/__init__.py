@@ -1,0 +1,1 @@
+"""Short causal convolution with a carried window."""

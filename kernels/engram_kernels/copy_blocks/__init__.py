@@ -1,0 +1,1 @@
+"""Copies blocks inside the KV cache of a layer."""

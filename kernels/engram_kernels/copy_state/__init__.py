@@ -1,0 +1,1 @@
+"""Copies recurrent states between slots."""

@@ -1,0 +1,1 @@
+"""Gated MLP of the experts chosen for each token."""

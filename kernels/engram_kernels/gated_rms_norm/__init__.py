@@ -1,0 +1,1 @@
+"""RMS norm of a gated input, as Mamba2 uses it."""

@@ -1,0 +1,1 @@
+"""Writes the step's keys and values into the paged cache."""

@@ -1,0 +1,1 @@
+"""Projection of hidden states to the vocabulary."""

@@ -1,0 +1,1 @@
+"""Turns rows of logits into tokens."""

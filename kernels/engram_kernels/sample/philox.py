@@ -1,0 +1,48 @@
+"""Counter-based random numbers (Philox-4x32-10; Salmon et al., SC 2011).
+
+A number depends on a seed, the position of the token being sampled and a vocabulary id, and on nothing else: not on
+the batch a row shares, the chunking of its prompt, or a preemption. The stream is that of Triton's
+`tl.rand(seed, (position << 32) | id)`, so kernels draw the same numbers. torch has no unsigned 32-bit arithmetic, so
+words are held in int64.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_TO_UNIT = 4.6566127342e-10  # the largest fp32 that maps every 31-bit integer below 1
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Ten rounds over int64 tensors (broadcast together) whose values are in [0, 2**32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((high >> 32) & _MASK) ^ c1 ^ k0,
+            high & _MASK,
+            ((low >> 32) & _MASK) ^ c3 ^ k1,
+            low & _MASK,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """fp32 in [0, 1) for int64 seeds, positions and vocabulary ids that broadcast together."""
+    zero = ids.new_zeros(())
+    key = (seeds & _MASK, (seeds >> 32) & _MASK)
+    word = philox4x32((ids & _MASK, positions & _MASK, zero, zero), key)[0]
+    # Fold the signed reading of the word, as Triton does: -x - 1 of a negative x is its complement.
+    return _folded(word).float() * _TO_UNIT
+
+
+def _folded(word: Tensor) -> Tensor:
+    return word.where(word < 1 << 31, _MASK - word)

@@ -1,0 +1,1 @@
+"""Unpacks a span of keys and values into a sequence's blocks."""

@@ -1,0 +1,1 @@
+"""Gate of a gated MLP."""

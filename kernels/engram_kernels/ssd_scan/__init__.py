@@ -1,0 +1,1 @@
+"""Chunked state-space scan of Mamba2 over prefill chunks."""

@@ -1,0 +1,1 @@
+"""One Mamba2 step of every decoding sequence."""
