@@ -32,7 +32,8 @@ def _attend(q: Tensor, kv: Tensor, blocks: Tensor, length: int, scale: float) ->
     """One sequence: q [n, H, D], the last n of `length` positions."""
     new, heads, dim = q.shape
     kv_heads = kv.shape[2]
-    pages = kv.index_select(1, blocks).transpose(1, 2)
+    # Selecting along the transposed view writes each head's tokens in a row: one copy, not two.
+    pages = kv.transpose(1, 2).index_select(2, blocks)
     keys, values = pages.reshape(2, kv_heads, -1, dim)[:, :, :length].to(q.dtype)
     if new == 1:
         grouped = q.reshape(1, kv_heads, heads // kv_heads, dim)

@@ -8,6 +8,7 @@ words are held in int64.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
@@ -21,28 +22,24 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Ten rounds over int64 tensors (broadcast together) whose values are in [0, 2**32)."""
-    c0, c1, c2, c3 = counter
+    # In place on our own copies: on a CPU the cost of this function is memory traffic, not arithmetic.
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    c0, c1, c2, c3 = (word.expand(shape).clone(memory_format=torch.contiguous_format) for word in counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((high >> 32) & _MASK) ^ c1 ^ k0,
-            high & _MASK,
-            ((low >> 32) & _MASK) ^ c3 ^ k1,
-            low & _MASK,
-        )
+        low, high = c0.mul_(_MULTIPLIERS[0]), c2.mul_(_MULTIPLIERS[1])
+        # The shift is arithmetic and copies the sign into the upper half: mask it.
+        c0 = (high >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (low >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = high.bitwise_and_(_MASK), low.bitwise_and_(_MASK)
         k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
     return c0, c1, c2, c3
 
 
 def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """fp32 in [0, 1) for int64 seeds, positions and vocabulary ids that broadcast together."""
-    zero = ids.new_zeros(())
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
+    zero = ids.new_zeros(())
     word = philox4x32((ids & _MASK, positions & _MASK, zero, zero), key)[0]
-    # Fold the signed reading of the word, as Triton does: -x - 1 of a negative x is its complement.
-    return _folded(word).float() * _TO_UNIT
-
-
-def _folded(word: Tensor) -> Tensor:
-    return word.where(word < 1 << 31, _MASK - word)
+    # Triton reads the word as signed and takes -x - 1 of a negative x, which is the complement of the word.
+    return torch.where(word < 1 << 31, word, _MASK - word).float().mul_(_TO_UNIT)

@@ -73,7 +73,10 @@ def _draw(
     floor = _floor(scaled, rows, s)
     if floor is None:
         ids = torch.arange(scaled.shape[-1], device=scaled.device)
-        return (scaled + _gumbel(seeds[:, None], positions[:, None], ids)).argmax(-1)
+        # Row by row: the random words of one row fit a cache, those of a batch do not.
+        for row, seed, position in zip(scaled, seeds, positions, strict=True):
+            row += _gumbel(seed, position, ids)
+        return scaled.argmax(-1)
     # Few tokens usually survive a cut, and noise is addressed by token id: draw it only for those.
     row, ids = torch.nonzero(scaled >= floor[:, None], as_tuple=True)
     noisy = torch.full_like(scaled, -torch.inf)
@@ -83,7 +86,7 @@ def _draw(
 
 def _gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     # uniform() can be exactly 0, which gives -inf (never chosen), and is never 1, which would give +inf.
-    return -torch.log(-torch.log(uniform(seeds, positions, ids)))
+    return uniform(seeds, positions, ids).log_().neg_().log_().neg_()
 
 
 def _floor(scaled: Tensor, rows: Tensor, s: SamplingTensors) -> Tensor | None:
