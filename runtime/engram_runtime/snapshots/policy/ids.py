@@ -8,17 +8,34 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _BRANCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
+_CLOCK_MASK = (1 << 48) - 1
 MAX_CONVERSATION_ID = 256
 MAX_TENANT = 256
 MAX_TAG = 128
 
 
-def new_id() -> str:
-    """A random 128-bit id, 32 lower-case hex digits."""
-    return secrets.token_hex(16)
+def new_id(now: float | None = None) -> str:
+    """A new 128-bit id, 32 lower-case hex digits: 48 bits of inverted milliseconds, then 80 random bits.
+
+    Object stores list in ascending key order only, so the inverted clock makes a plain listing newest first. The random
+    part keeps an id unguessable; authority never rests on it (ids are looked up inside a tenant's namespace).
+    """
+    milliseconds = int((time.time() if now is None else now) * 1000)
+    return f"{_CLOCK_MASK - (milliseconds & _CLOCK_MASK):012x}{secrets.token_hex(10)}"
+
+
+def id_time(value: str) -> float:
+    """Unix seconds at which new_id() made `value` (meaningless for an id made otherwise)."""
+    return (_CLOCK_MASK - int(value[:12], 16)) / 1000
+
+
+def id_floor(when: float) -> str:
+    """The smallest id that new_id() can have made at `when`: every id made later sorts before it."""
+    return f"{_CLOCK_MASK - (int(when * 1000) & _CLOCK_MASK):012x}{'0' * 20}"
 
 
 def is_id(value: str) -> bool:

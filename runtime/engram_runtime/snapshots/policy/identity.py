@@ -1,0 +1,153 @@
+"""Who may find what: every name a snapshot has is derived here.
+
+A name is a hash over (what the model's state means, whose it is, the exact tokens). Without the tenant secret nobody
+can compute or probe a name; with another checkpoint, dtype or layer map nothing matches. Never Python's `hash()`: names
+outlive the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+SEGMENT_TOKENS = 256  # the grid on which the chain is kept; part of state_abi, not a flag
+
+
+def canonical_json(value: object) -> bytes:
+    """The one byte form of a JSON value: sorted keys, no spaces, ASCII. ValueError for NaN and infinities."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def state_abi(fields: Mapping[str, object]) -> str:
+    """SHA-256 (hex) over everything that decides what stored bytes mean.
+
+    `fields` come from the model and the engine: architecture, weights digest, quantisation, adapters, RoPE, layer map,
+    dtypes of KV and states. Engine version and tensor-parallel size are not among them: a roll must not lose memory.
+    """
+    document = {"format": FORMAT_VERSION, "segment_tokens": SEGMENT_TOKENS, "fields": dict(fields)}
+    return hashlib.sha256(canonical_json(document)).hexdigest()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as unsigned 32-bit numbers. ValueError when one does not fit."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        return token_ids
+    try:
+        return array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids must be integers in [0, 2**32): {error}") from None
+
+
+def token_bytes(tokens: array[int]) -> bytes:
+    """Little-endian bytes, whatever the machine."""
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> array[int]:
+    """The inverse of token_bytes; len(data) must be a multiple of 4."""
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def common_prefix(left: array[int], right: array[int]) -> int:
+    """Length of the longest common prefix, by bisection over byte compares (token loops are slow at 100k tokens)."""
+    low, high = 0, min(len(left), len(right))
+    view_left, view_right = memoryview(left), memoryview(right)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if view_left[low:middle] == view_right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """Derives a tenant's namespace, chain root and signing key from the one tenant secret."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:  # never let the secret reach a log
+        return "Keyring(...)"
+
+    def namespace(self, tenant: str) -> str:
+        """32 hex digits; the only form in which a tenant appears in a store."""
+        return self._derive(b"engram-namespace", tenant.encode()).hex()[:32]
+
+    def root(self, abi: str, tenant: str) -> bytes:
+        """h0 of the tenant's token chains: H(state_abi, HMAC(secret, tenant))."""
+        return hashlib.sha256(
+            b"engram-chain-1\0" + bytes.fromhex(abi) + self._derive(b"engram-root", tenant.encode())
+        ).digest()
+
+    def signer(self, namespace: str) -> Signer:
+        """From the namespace, not the tenant's name: garbage collection and fsck verify tenants they cannot name."""
+        return Signer(self._derive(b"engram-sign", namespace.encode()))
+
+    def _derive(self, purpose: bytes, text: bytes) -> bytes:
+        return hmac.new(self.secret, purpose + b"\0" + text, hashlib.sha256).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """Signs what a namespace's writers publish, and hides the names its users gave."""
+
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Signer(...)"
+
+    def sign(self, purpose: str, data: bytes) -> str:
+        """HMAC-SHA-256 (hex) of `data`; `purpose` keeps one kind of document from passing as another."""
+        return hmac.new(self.key, purpose.encode() + b"\0" + data, hashlib.sha256).hexdigest()
+
+    def verify(self, purpose: str, data: bytes, signature: str) -> bool:
+        return hmac.compare_digest(self.sign(purpose, data).encode(), signature.encode("utf-8", "replace"))
+
+    def hide(self, purpose: str, text: str) -> str:
+        """32 hex digits that stand for a conversation id or branch name in a key."""
+        return self.sign(f"name-{purpose}", text.encode())[:32]
+
+
+class TokenChain:
+    """h_i = H(h_{i-1}, tokens of segment i), and a name for any position: `key(n)` covers exactly tokens [0, n).
+
+    On the grid it is h_{n/256}; elsewhere H(last h, the unaligned tail). Lazy; each segment is hashed once.
+    """
+
+    def __init__(self, root: bytes, token_ids: Sequence[int]) -> None:
+        self.tokens = pack_tokens(token_ids)
+        self._segments = [root]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def key(self, position: int) -> str:
+        """64 hex digits. ValueError when position is outside [0, len]."""
+        if not 0 <= position <= len(self.tokens):
+            raise ValueError(f"position must be in [0, {len(self.tokens)}], got {position}")
+        whole, tail = divmod(position, SEGMENT_TOKENS)
+        while len(self._segments) <= whole:
+            start = (len(self._segments) - 1) * SEGMENT_TOKENS
+            segment = token_bytes(self.tokens[start : start + SEGMENT_TOKENS])
+            self._segments.append(hashlib.sha256(self._segments[-1] + b"S" + segment).digest())
+        if not tail:
+            return self._segments[whole].hex()
+        start = whole * SEGMENT_TOKENS
+        return hashlib.sha256(self._segments[whole] + b"T" + token_bytes(self.tokens[start:position])).hexdigest()
+
+    def anchor(self, position: int) -> str:
+        """Name (64 hex digits) of the anchor object at `position`."""
+        return hashlib.sha256(b"engram-anchor\0" + bytes.fromhex(self.key(position))).hexdigest()
