@@ -70,9 +70,7 @@ class AsyncLLMEngine:
         """
         raise NotImplementedError
 
-    async def warm(
-        self, prompt_token_ids: Sequence[int], turn: TurnSpec, boundary: str = "next_history"
-    ) -> TurnReport:
+    async def warm(self, prompt_token_ids: Sequence[int], turn: TurnSpec, boundary: str = "next_history") -> TurnReport:
         """Compute the whole prompt in the background, yielding to any request, and capture `boundary` at its end."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Numbers about the engine, for the metrics endpoint: counters only grow, gauges are of now, observations are drained."""
+"""Numbers about the engine for the metrics endpoint: counters grow, gauges are of now, observations are drained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a turn of a conversation asks of the engine and what the engine reports back: plain data, shared with the server."""
+"""What a turn of a conversation asks of the engine, and what the engine reports back: plain data."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ Order inside a step: swap_out, swap_in, block_copies, state_loads, forward pass,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +20,7 @@ class CacheGeometry:
     num_blocks: int
     block_size: int
     num_state_slots: int
-    """0 for models without recurrent state; slots [0, num_running) run, the rest hold checkpoints."""
-    num_running_slots: int
+    """0 for models without recurrent state. Any slot may run a sequence or hold a checkpoint."""
     kv_bytes_per_token: int
     state_bytes: int
     max_model_len: int
@@ -177,13 +175,3 @@ class StepExecutor(Protocol):
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
-
-
-def describe(plan: StepPlan) -> str:
-    """One line for logs: step, decodes, prefill tokens, copies."""
-    decodes: Sequence[SequencePlan] = [s for s in plan.sequences if s.num_tokens == 1 and s.start > 0]
-    return (
-        f"step {plan.step}: {len(decodes)} decodes, {plan.num_tokens - len(decodes)} prefill tokens in "
-        f"{len(plan.sequences) - len(decodes)} chunks, {len(plan.block_copies)} block copies, "
-        f"{len(plan.state_loads)}/{len(plan.state_saves)} state loads/saves, {len(plan.swap_out)} out {len(plan.swap_in)} in"
-    )

@@ -1,0 +1,268 @@
+"""Which tokens are already in the cache: a tree of blocks per tenant, states and boundary marks at exact positions.
+
+A node is one block: its parent, 1 to `block_size` tokens, the block id. Children are found by comparing tokens, not by
+a hash of them, so two prefixes can never be taken for one another; tenants have separate roots, so one can never find
+the other's blocks. A node with fewer tokens than a block is a leaf until its owner fills the block and extends it.
+
+Dense models may use any common prefix, down to a single token of a block (the block is copied before it is written).
+Recurrent states cannot be cut: a model that has them can only go on from a position where a state was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engram_runtime.cache.pool import Pool
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    """One block of a chain. `states` and `marks` are keyed by the number of this block's tokens they cover (>= 1)."""
+
+    __slots__ = ("block", "by_first", "children", "depth", "marks", "parent", "states", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Tokens, block: int, depth: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.block = block
+        self.depth = depth
+        """Blocks above this one: the first token's position is depth * block_size."""
+        self.children: dict[Tokens, Node] = {}
+        self.by_first: dict[int, list[Node]] = {}
+        self.states: dict[int, int] = {}
+        self.marks: dict[int, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest usable prefix.
+
+    `position` tokens need not be computed: `blocks` hold them, all but the last in full; if `position` is not a
+    multiple of the block size the last of `blocks` has to be copied before it is written. `state` is the checkpoint
+    slot exact at `position`. `common` is the longest common prefix, usable or not; `marks` are the boundaries on it,
+    deepest first, as (position, mark).
+    """
+
+    position: int = 0
+    blocks: tuple[int, ...] = ()
+    state: int | None = None
+    common: int = 0
+    marks: tuple[tuple[int, Any], ...] = ()
+
+
+class PrefixIndex:
+    """The tree, kept in step with the two pools. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._roots: dict[str, Node] = {}
+        self._nodes: dict[int, Node] = {}
+        self._state_places: dict[int, tuple[Node, int]] = {}
+        self.blocks: Pool | None = None
+        self.states: Pool | None = None
+
+    def attach(self, blocks: Pool, states: Pool) -> None:
+        """The pools whose slots this index refers to; they call `evict_block` and `evict_state`."""
+        self.blocks, self.states = blocks, states
+
+    def root(self, tenant: str) -> Node:
+        node = self._roots.get(tenant)
+        if node is None:
+            node = self._roots[tenant] = Node(None, (), -1, -1)
+        return node
+
+    def is_attached(self, node: Node) -> bool:
+        """False once the node was evicted; a chain that remembered it starts again at the root."""
+        return node.parent is None or self._nodes.get(node.block) is node
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    # Looking up
+
+    def match(self, tenant: str, tokens: Sequence[int], limit: int, needs_state: bool) -> Match:
+        """The longest usable prefix of at most `limit` tokens."""
+        path, common = self._walk(self.root(tenant), tokens, min(limit, len(tokens)))
+        if not path:
+            return Match()
+        marks = tuple(self._marks(path, common))
+        position, state = common, None
+        if needs_state:
+            position, state = self._deepest_state(path, common)
+        if position == 0:
+            return Match(common=common, marks=marks)
+        used = -(-position // self.block_size)
+        return Match(position, tuple(node.block for node in path[:used]), state, common, marks)
+
+    def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
+        """Nodes along `tokens`, the last one possibly in part, and the number of common tokens."""
+        size = self.block_size
+        path: list[Node] = []
+        position = 0
+        while position + size <= limit:
+            child = node.children.get(tuple(tokens[position : position + size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+            position += size
+        rest = tokens[position : min(position + size, limit)]
+        best, length = None, 0
+        for child in node.by_first.get(rest[0], ()) if rest else ():
+            shared = _common_prefix(child.tokens, rest)
+            if shared > length:
+                best, length = child, shared
+        if best is not None:
+            path.append(best)
+        return path, position + length
+
+    def _deepest_state(self, path: list[Node], common: int) -> tuple[int, int | None]:
+        for node in reversed(path):
+            first = node.depth * self.block_size
+            offsets = [offset for offset in node.states if first + offset <= common]
+            if offsets:
+                return first + max(offsets), node.states[max(offsets)]
+        return 0, None
+
+    def _marks(self, path: list[Node], common: int) -> Iterator[tuple[int, Any]]:
+        for node in reversed(path):
+            first = node.depth * self.block_size
+            for offset in sorted(node.marks, reverse=True):
+                if first + offset <= common:
+                    yield first + offset, node.marks[offset]
+
+    # Recording
+
+    def insert(self, parent: Node, tokens: Tokens, block: int) -> Node:
+        """The node for `tokens` below `parent`, whose contents `block` now holds.
+
+        Where another block already covers these tokens its node is returned and `block` stays private to its owner.
+        """
+        exact = parent.children.get(tokens)
+        if exact is not None:
+            return exact
+        if len(tokens) < self.block_size:
+            for child in parent.by_first.get(tokens[0], ()):
+                if _common_prefix(child.tokens, tokens) == len(tokens):
+                    return child
+        own = self._nodes.get(block)
+        if own is not None and own.parent is parent and own.tokens == tokens[: len(own.tokens)]:
+            self._unlink(own)
+            own.tokens = tokens
+            node = own
+        else:
+            if own is not None:  # the block was reused without being evicted first: cannot be found by its old tokens
+                self._detach(own)
+            node = Node(parent, tokens, block, parent.depth + 1)
+            self._nodes[block] = node
+            self._pool(self.blocks).cache(block)
+        parent.children[tokens] = node
+        siblings = parent.by_first.setdefault(tokens[0], [])
+        siblings.append(node)
+        for sibling in [s for s in siblings if s is not node and node.tokens[: len(s.tokens)] == s.tokens]:
+            self._absorb(sibling, node)
+        return node
+
+    def _absorb(self, shorter: Node, longer: Node) -> None:
+        """`longer` covers everything of `shorter` (a partial leaf): one node is enough."""
+        for offset, slot in list(shorter.states.items()):
+            if offset in longer.states:
+                self.drop_state(slot)
+            else:
+                del shorter.states[offset]
+                longer.states[offset] = slot
+                self._state_places[slot] = (longer, offset)
+        for offset, mark in shorter.marks.items():
+            longer.marks.setdefault(offset, mark)
+        self._detach(shorter)
+
+    def put_state(self, node: Node, offset: int, slot: int) -> bool:
+        """Keep `slot` as the state after `offset` tokens of `node`; False when one is already kept there."""
+        if offset in node.states:
+            return False
+        node.states[offset] = slot
+        self._state_places[slot] = (node, offset)
+        self._pool(self.states).cache(slot)
+        return True
+
+    def drop_state(self, slot: int) -> None:
+        node, offset = self._state_places.pop(slot)
+        del node.states[offset]
+        self._pool(self.states).uncache(slot)
+
+    # Forgetting
+
+    def evict_block(self, block: int) -> None:
+        """The pool reuses `block`: nothing below it can be reached any more."""
+        self._detach(self._nodes[block])
+
+    def evict_state(self, slot: int) -> None:
+        node, offset = self._state_places.pop(slot)
+        del node.states[offset]
+
+    def _detach(self, node: Node) -> None:
+        self._unlink(node)
+        stack = [node]
+        while stack:
+            gone = stack.pop()
+            stack.extend(gone.children.values())
+            gone.children, gone.by_first = {}, {}
+            for slot in list(gone.states.values()):
+                self.drop_state(slot)
+            if self._nodes.get(gone.block) is gone:
+                del self._nodes[gone.block]
+            self._pool(self.blocks).uncache(gone.block)
+
+    def _unlink(self, node: Node) -> None:
+        parent = node.parent
+        if parent is None:
+            return
+        del parent.children[node.tokens]
+        siblings = parent.by_first[node.tokens[0]]
+        siblings.remove(node)
+        if not siblings:
+            del parent.by_first[node.tokens[0]]
+
+    @staticmethod
+    def _pool(pool: Pool | None) -> Pool:
+        if pool is None:
+            raise RuntimeError("attach() gives the index its pools before it is used")
+        return pool
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tree is consistent."""
+        seen: set[int] = set()
+        states: set[int] = set()
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            assert sum(len(v) for v in node.by_first.values()) == len(node.children)
+            for tokens, child in node.children.items():
+                assert child.tokens == tokens, "a child is filed under other tokens"
+                assert child.parent is node, "a child has another parent"
+                assert child.depth == node.depth + 1, "a child is at the wrong depth"
+                assert child in node.by_first[tokens[0]], "a child is missing from the first-token table"
+                assert len(tokens) == self.block_size or not child.children, "a partial block has children"
+                assert self._nodes.get(child.block) is child, "a node's block belongs to another node"
+                assert child.block not in seen, "two nodes share a block"
+                seen.add(child.block)
+                for offset, slot in child.states.items():
+                    assert 1 <= offset <= len(tokens), "a state lies outside its block"
+                    assert self._state_places[slot] == (child, offset), "a state is filed elsewhere"
+                    assert slot not in states, "two positions share a state slot"
+                    states.add(slot)
+                stack.append(child)
+        assert seen == set(self._nodes), "a node cannot be reached"
+        assert states == set(self._state_places), "a state cannot be reached"
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,101 @@
+"""What a sequence needs to start: the longest cached prefix, blocks for the rest, a state slot. All of it or nothing."""
+
+from __future__ import annotations
+
+from engram_runtime.cache.manager import CacheManager
+from engram_runtime.cache.prefix_index import Match
+from engram_runtime.engine.request import Sequence
+from engram_runtime.engine.step import Draft
+from engram_runtime.executor.plan import Copy, Swap
+
+
+class Admission:
+    """Takes memory for sequences; leaves nothing taken when it says no. Engine thread only."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self.cache = cache
+        self.prefix_hit_tokens = 0
+
+    def start(self, draft: Draft, sequence: Sequence, reserve: int) -> bool:
+        """Memory for a new (or restarted) sequence; `reserve` blocks are to stay available for those who decode."""
+        # One prompt token is always left to forward, since its logits start the output. A background sequence samples
+        # nothing and may find everything.
+        limit = sequence.total if sequence.background else sequence.total - 1
+        match = Match()
+        if sequence.use_prefix:
+            match = self.cache.match(sequence.tenant, sequence.token_ids(0, limit), limit)
+        if sequence.background and match.position == sequence.total:
+            self._hold_all(sequence, match)
+            return True
+        if self._start_from(draft, sequence, match, reserve):
+            return True
+        # A block used in part is copied, so for a moment the prefix costs one block more than the sequence needs.
+        # Where nobody else holds memory that must not keep it waiting for ever.
+        return reserve == 0 and match.position > 0 and self._start_from(draft, sequence, Match(), reserve)
+
+    def _start_from(self, draft: Draft, sequence: Sequence, match: Match, reserve: int) -> bool:
+        cache, size = self.cache, self.cache.block_size
+        whole = match.position // size
+        shared, partial = list(match.blocks[:whole]), match.blocks[whole:]
+        # With one block for the first token beyond, so that no decode has to preempt right after its prefill.
+        ahead = min(sequence.total + 1, cache.blocks.size * size)
+        wanted = cache.blocks_for(sequence.total if sequence.background else ahead) - whole
+        cache.blocks.acquire(match.blocks)
+        if match.state is not None:
+            cache.states.acquire((match.state,))
+        taken = self._take(wanted, reserve)
+        if taken is None:
+            if match.state is not None:
+                cache.states.release((match.state,))
+            cache.release_blocks(match.blocks)
+            return False
+        blocks, slot = taken
+        for source in partial:
+            draft.block_copies.append(Copy(source, blocks[0]))
+            draft.held_blocks.append(source)
+        if match.state is not None and slot is not None:
+            draft.state_loads.append(Copy(match.state, slot))
+            draft.held_states.append(match.state)
+        sequence.block_ids = shared + blocks
+        sequence.state_slot = slot
+        self._begin(sequence, match)
+        return True
+
+    def _hold_all(self, sequence: Sequence, match: Match) -> None:
+        self.cache.blocks.acquire(match.blocks)
+        sequence.block_ids = list(match.blocks)
+        if match.state is not None:
+            self.cache.states.acquire((match.state,))
+            sequence.state_slot = match.state
+        self._begin(sequence, match)
+
+    def _begin(self, sequence: Sequence, match: Match) -> None:
+        sequence.computed = match.position
+        if sequence.match is None:
+            sequence.match = match
+            sequence.prefix_tokens = min(match.position, len(sequence.prompt_ids))
+            sequence.high_water = match.position
+            self.prefix_hit_tokens += sequence.prefix_tokens
+
+    def swap_back(self, draft: Draft, sequence: Sequence, handle: int, reserve: int) -> bool:
+        """Memory for a swapped sequence and the copies that fill it."""
+        taken = self._take(self.cache.blocks_for(sequence.total), reserve)
+        if taken is None:
+            return False
+        sequence.block_ids, sequence.state_slot = taken
+        held = tuple(sequence.block_ids[: self.cache.blocks_for(sequence.computed)])
+        draft.swap_in.append(Swap(handle, held, sequence.computed, sequence.state_slot))
+        return True
+
+    def _take(self, blocks: int, reserve: int) -> tuple[list[int], int | None] | None:
+        """That many blocks, and a state slot if the model has states; None (and nothing taken) otherwise."""
+        if self.cache.blocks.available < blocks + reserve:
+            return None
+        slot: int | None = None
+        if self.cache.has_state:
+            slots = self.cache.states.allocate(1)
+            if slots is None:
+                return None
+            slot = slots[0]
+        taken = self.cache.blocks.allocate(blocks)
+        return None if taken is None else (taken, slot)
