@@ -1,9 +1,9 @@
 """Which snapshots to let go: a pure function over facts, so that it can be tested without a clock or a store.
 
 Order of the rules: what is pinned stays, always. What has expired, or was not used for max_age, goes. Of each
-conversation's branch the newest `keep_last` turns stay with all their boundaries, whatever their age within max_age, and
-so does what another branch or conversation came from; the rest goes. Then whole conversations beyond max_conversations,
-least recently used first, and single snapshots, least recently used first, until the total fits.
+conversation's branch the newest `keep_last` turns stay with all their boundaries, and so does what another branch or
+conversation came from; the rest goes, however young. Then whole conversations beyond max_conversations, least recently
+used first, and single snapshots, least recently used first, until the total fits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+_Key = TypeVar("_Key", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,12 @@ def _kept_by_turns(alive: Mapping[str, SnapshotFacts], keep_last: int) -> dict[s
     for fact in alive.values():
         newest = turns[fact.conversation, fact.branch]
         newest[fact.turn_number] = max(newest.get(fact.turn_number, 0.0), fact.created)
-    kept = {}
-    for key, fact in alive.items():
-        newest = turns[fact.conversation, fact.branch]
-        recent = sorted(newest, key=lambda turn: (newest[turn], turn), reverse=True)[:keep_last]  # noqa: B023
-        if fact.pinned or fact.turn_number in recent:
-            kept[key] = fact
+    recent = {branch: _newest(created)[:keep_last] for branch, created in turns.items()}
+    kept = {
+        key: fact
+        for key, fact in alive.items()
+        if fact.pinned or fact.turn_number in recent[fact.conversation, fact.branch]
+    }
     for fact in list(kept.values()):
         parent = alive.get(fact.parent_id) if fact.parent_id is not None else None
         if parent is not None and (parent.conversation, parent.branch) != (fact.conversation, fact.branch):
@@ -88,11 +91,16 @@ def _kept_by_turns(alive: Mapping[str, SnapshotFacts], keep_last: int) -> dict[s
     return kept
 
 
+def _newest(values: Mapping[_Key, float]) -> list[_Key]:
+    """Keys by falling value; ties by falling key, so that the choice does not depend on the order of a listing."""
+    return sorted(values, key=lambda key: (values[key], key), reverse=True)
+
+
 def _limit_conversations(kept: dict[str, SnapshotFacts], limit: int, gone: dict[str, str]) -> None:
     used: dict[str, float] = defaultdict(float)
     for fact in kept.values():
         used[fact.conversation] = max(used[fact.conversation], fact.created, fact.last_used)
-    surplus = set(sorted(used, key=lambda name: (used[name], name), reverse=True)[limit:])
+    surplus = set(_newest(used)[limit:])
     for key, fact in list(kept.items()):
         if fact.conversation in surplus and not fact.pinned:
             gone[key] = "max_conversations"

@@ -1,0 +1,66 @@
+"""Between torch tensors and bytes, without a copy either way."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engram_runtime.snapshots.types import StateLayout, TensorSpec
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+FILE_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int8": "I8",
+    "uint8": "U8",
+}
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, writable, shared with it."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("tensor must be contiguous and on the host")
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def kv_shape(layout: StateLayout, tokens: int) -> tuple[int, ...]:
+    return (layout.kv_layers, 2, layout.kv_heads, tokens, layout.head_dim)
+
+
+def allocate_kv(layout: StateLayout, tokens: int) -> Tensor:
+    """Uninitialised host tensor [L, 2, K, tokens, D]."""
+    return torch.empty(kv_shape(layout, tokens), dtype=TORCH_DTYPES[layout.kv_dtype])
+
+
+def allocate_state(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> None:
+    """ValueError unless the tensor is what the layout says: a wrong one saved is a wrong one restored."""
+    if tuple(tensor.shape) != shape or tensor.dtype != TORCH_DTYPES[dtype]:
+        raise ValueError(f"{name} must be {list(shape)} {dtype}, got {list(tensor.shape)} {tensor.dtype}")
+
+
+def slice_tokens(packed: Tensor, first: int, last: int) -> Tensor:
+    """Tokens [first, last) of [L, 2, K, n, D], contiguous; the tensor itself when that is all of it."""
+    if first == 0 and last == packed.shape[3]:
+        return packed
+    return packed[:, :, :, first:last].contiguous()
+
+
+def nbytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
