@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engram_kernels.spec import OpSpec
+from engram_kernels.spec import OpSpec, cuda_capability
 
 OP_NAMES: tuple[str, ...] = (
     "linear",
@@ -11,6 +11,7 @@ OP_NAMES: tuple[str, ...] = (
     "add_rms_norm",
     "rotary",
     "kv_append",
+    "rope_append",
     "paged_attention",
     "silu_and_mul",
     "logits",
@@ -29,4 +30,22 @@ OP_NAMES: tuple[str, ...] = (
 
 REFERENCES: tuple[OpSpec, ...] = tuple(OpSpec(op, "torch", f"engram_kernels.{op}.reference:{op}") for op in OP_NAMES)
 
-SHIPPED: tuple[OpSpec, ...] = REFERENCES
+TRITON_OPS: tuple[str, ...] = (
+    "linear",
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "kv_append",
+    "rope_append",
+    "paged_attention",
+    "silu_and_mul",
+    "logits",
+)
+"""Ops with a Triton kernel in `<op>/kernel.py`."""
+
+TRITON: tuple[OpSpec, ...] = tuple(
+    OpSpec(op, "triton", f"engram_kernels.{op}.kernel:{op}", cuda_capability(8), priority=1) for op in TRITON_OPS
+)
+
+SHIPPED: tuple[OpSpec, ...] = REFERENCES + TRITON

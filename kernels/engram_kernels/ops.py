@@ -47,6 +47,22 @@ class KvAppend(Protocol):
     def __call__(self, k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None: ...
 
 
+class RopeAppend(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        kv: Tensor,
+        slots: Tensor,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor: ...
+
+
 class PagedAttention(Protocol):
     def __call__(self, q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> Tensor: ...
 
@@ -146,6 +162,7 @@ class Ops:
     add_rms_norm: AddRmsNorm
     rotary: Rotary
     kv_append: KvAppend
+    rope_append: RopeAppend
     paged_attention: PagedAttention
     silu_and_mul: SiluAndMul
     logits: Logits

@@ -32,8 +32,7 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self._rotary = build.ops.rotary
-        self._kv_append = build.ops.kv_append
+        self._rope_append = build.ops.rope_append
         self._paged_attention = build.ops.paged_attention
         self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
         self.rope = nn.Buffer(rope, persistent=False) if rope is not None else None
@@ -50,11 +49,10 @@ class Attention(nn.Module):
         q = q.view(tokens, self.heads, self.head_dim)
         k = k.view(tokens, self.kv_heads, self.head_dim)
         v = v.view(tokens, self.kv_heads, self.head_dim)
+        norms = ()
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.heads(q), self.k_norm.heads(k)
-        if self.rope is not None:
-            q, k = self._rotary(q, k, meta.positions, self.rope)
-        self._kv_append(k, v, kv, meta.slots)
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = self._rope_append(q, k, v, meta.positions, self.rope, kv, meta.slots, *norms)
         attended = self._paged_attention(q, kv, meta, self.scale)
         projected: Tensor = self.o_proj(attended.reshape(tokens, self.heads * self.head_dim))
         return projected

@@ -1,0 +1,143 @@
+"""Linear layers: a GEMV, a split-K tile kernel or cuBLAS, chosen per shape and row count by the tuning table.
+
+Up to 64 rows (decode) reading the weights is everything and our kernels win or tie; above, cuBLAS wins by up to 60 %
+and is used (figures: docs/performance.md). Shapes that no table lists get the rules of `plan`. All choices are made
+from shapes: nothing waits for the device, everything captures into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engram_kernels.launch import dependent_launch, multiprocessors
+from engram_kernels.linear.gemv import gemv
+from engram_kernels.linear.skinny import skinny
+from engram_kernels.tuning import tuned_or_none
+
+MAX_ROWS = 64
+"""Above this many rows cuBLAS is always used."""
+
+__all__ = ["MAX_ROWS", "Gemv", "Skinny", "linear", "plan", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """BN output columns a program, K in tiles of BK (a power of two, at most four of them)."""
+
+    bn: int
+    bk: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skinny:
+    """A BM x BN tile over 1 / split of K in steps of BK (which must divide K); swap: weights on the M side."""
+
+    bm: int
+    bn: int
+    bk: int
+    split: int
+    swap: bool
+    stages: int
+    warps: int
+
+
+Plan = Gemv | Skinny | None
+"""None: cuBLAS."""
+
+
+@functools.cache
+def plan(rows: int, n: int, k: int, sms: int) -> Plan:
+    """How to compute [rows, k] x [n, k]^T: the tuned choice, or the rules that fit the shapes measured so far."""
+    bucket = 1 << max(0, rows - 1).bit_length()
+    if bucket > MAX_ROWS:
+        return None
+    entry = tuned_or_none("linear", f"rows={bucket},n={n},k={k}")
+    if entry is not None:
+        return _parse(entry)
+    if rows <= 2:
+        return _gemv_rule(k)
+    bk = 128
+    if k % bk or k < 512:
+        return None
+    bm = max(16, bucket)
+    bn = 64 if bucket < 64 else 32
+    tiles = -(-n // bn)
+    split = 1
+    while tiles * split < 3 * sms // 2 and k // bk // (2 * split) >= 4 and split < 8:
+        split *= 2
+    return Skinny(bm, bn, bk, split, bucket < 64, 4, 4)
+
+
+def _gemv_rule(k: int) -> Plan:
+    """Whole rows in registers: 32 to 48 registers of packed weights a thread."""
+    for tiles in (1, 2, 3, 4):
+        if k % tiles == 0 and (k // tiles) & (k // tiles - 1) == 0 and 256 <= k // tiles <= 4096:
+            return Gemv(2, k // tiles, 8 if k > 8192 else 4)
+    tiles = -(-k // 4096)
+    if tiles > 4:
+        return None
+    bk = 4096 if tiles > 1 else max(256, 1 << (k - 1).bit_length())
+    return Gemv(2, bk, 8 if k > 8192 else 4)
+
+
+def _parse(entry: dict[str, int | str]) -> Plan:
+    kind = entry["kind"]
+    fields = {name: int(value) for name, value in entry.items() if name not in ("kind", "us", "cublas_us")}
+    if kind == "gemv":
+        return Gemv(**fields)
+    if kind == "skinny":
+        return Skinny(**{**fields, "swap": bool(fields["swap"])})  # type: ignore[arg-type]
+    if kind == "cublas":
+        return None
+    raise ValueError(f"kind of a linear tuning entry must be gemv, skinny or cublas, got {kind!r}")
+
+
+@functools.cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """Arrival counters of split tiles: zero between launches. One set per stream, because streams run side by side."""
+    return torch.zeros(16384, dtype=torch.int32, device=device)
+
+
+def run(choice: Gemv | Skinny, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Write x [rows, K] @ weight [N, K]^T + bias into y [rows, N] (any float dtype) with one of our kernels."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    pdl = dependent_launch(x)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    some_bias = weight if bias is None else bias
+    if isinstance(choice, Gemv):
+        gemv[(-(-n // choice.bn),)](
+            x, weight, some_bias, y, n, x.stride(0), y.stride(0), rows, k, choice.bn, choice.bk, bias is not None, pdl,
+            num_warps=choice.warps, **kwargs,
+        )  # fmt: skip
+        return
+    part, count = y, y
+    if choice.split > 1:
+        part = torch.empty(choice.split, rows, n, dtype=torch.float32, device=x.device)
+        count = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+    skinny[(-(-n // choice.bn), choice.split, -(-rows // choice.bm))](
+        x, weight, some_bias, y, part, count, rows, n, x.stride(0), y.stride(0), k, choice.bm, choice.bn, choice.bk,
+        choice.split, choice.swap, choice.stages, bias is not None, pdl, num_warps=choice.warps, **kwargs,
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], weight [N, K] contiguous; as the reference, accumulated in fp32."""
+    rows = x.numel() // x.shape[-1]
+    if rows > MAX_ROWS or rows == 0 or x.dtype == torch.float32 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    choice = plan(rows, weight.shape[0], weight.shape[1], multiprocessors(x))
+    if choice is None:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(rows, -1)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
+    run(choice, flat, weight, bias, y)
+    return y.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,111 @@
+"""Attention of one mixed step over the paged cache: picks the kernel for its decodes and for its prefill chunks.
+
+Three kernels share the work, each where it is fastest (H200 figures in docs/performance.md, made by
+tests/bench/bench_kernels.py): `split_kv` for decodes and for short chunks on long histories, `hopper` for long chunks
+with head size 128 on capability 9.0, `prefill` for everything else. All choices depend on host values of the step only:
+nothing waits for the device, and the decode part captures into a CUDA graph that serves every length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engram_kernels.launch import LOG2E, capability, dependent_launch, multiprocessors, next_power_of_2
+from engram_kernels.metadata import StepMetadata
+from engram_kernels.paged_attention import hopper, prefill, split_kv
+from engram_kernels.tuning import tuned
+
+SHORT_CHUNK = 128
+"""Chunks of at most this many tokens go to `split_kv`: the prefill kernels' blocks would be mostly empty."""
+
+
+def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> Tensor:
+    """Causal attention with grouped heads; as `engram_kernels.paged_attention.reference`.
+
+    q [T, H, D] with contiguous heads (any token stride), kv [2, NB, K, 16, D] contiguous, D <= 256; returns [T, H, D].
+    """
+    tokens, heads, dim = q.shape
+    if q.stride(2) != 1 or q.stride(1) != dim:
+        q = q.contiguous()
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    decodes = meta.num_decodes
+    if decodes:
+        _split(q, kv, out, meta, 0, decodes, decodes, 1, scale)
+    query_lens = meta.query_lens_host[decodes:]
+    if query_lens:
+        longest = max(query_lens)
+        if longest <= SHORT_CHUNK:
+            block = max(1, 64 * kv.shape[2] // heads)
+            _split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
+        elif capability(q)[0] == 9 and hopper.supports(q, kv):
+            hopper.prefill_hopper(
+                q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables, decodes, query_lens, scale
+            )
+        else:
+            _prefill(q, kv, out, meta, decodes, query_lens, scale)
+    return out
+
+
+def _split(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    meta: StepMetadata,
+    first: int,
+    count: int,
+    tokens: int,
+    block: int,
+    scale: float,
+) -> None:
+    """Sequences [first, first + count), which hold `tokens` new tokens, `block` tokens to a program."""
+    heads, dim = q.shape[1:]
+    num_blocks, kv_heads = kv.shape[1], kv.shape[2]
+    group = heads // kv_heads
+    rows = max(16, next_power_of_2(block * group))
+    if q.dtype == torch.float32:
+        config = tuned("paged_attention.split_kv", {"dtype": "float32"})
+    else:
+        size = "small" if count * kv_heads < 2 * multiprocessors(q) else "large"
+        config = tuned("paged_attention.split_kv", {"batch": size, "rows": min(rows, 64)})
+    # About this many programs: enough reads in flight on every multiprocessor, few enough that pieces stay long.
+    target = max(1, config["waves"] * multiprocessors(q) // kv_heads)
+    blocks = count if block == 1 else tokens // block + count
+    tasks = target + blocks
+    part = torch.empty(tasks, kv_heads, block * group, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(tasks, kv_heads, block * group, dtype=torch.float32, device=q.device)
+    padded, padded_dim = next_power_of_2(count), max(16, next_power_of_2(dim))
+    pdl = dependent_launch(q)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    tile = config["keys"]
+    split_kv.attend[(kv_heads, tasks)](
+        q, kv, out, part, lse, meta.query_start, meta.seq_lens, meta.block_tables,
+        num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, count, target, q.stride(0),
+        scale * LOG2E, kv_heads, group, dim, padded_dim, rows, padded, block, tile, max(tile, 32), config["stages"],
+        pdl, num_warps=config["warps"], **kwargs,
+    )  # fmt: skip
+    # Decodes are the step's first tokens, chunks its last: the rows of these sequences are one range either way.
+    token0 = 0 if first == 0 else q.shape[0] - tokens
+    split_kv.combine[(tokens, heads)](
+        part, lse, out, meta.query_start, meta.seq_lens, first, count, token0, target,
+        kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), config["merge"], pdl,
+        num_warps=4, **kwargs,
+    )  # fmt: skip
+
+
+def _prefill(
+    q: Tensor, kv: Tensor, out: Tensor, meta: StepMetadata, first: int, query_lens: tuple[int, ...], scale: float
+) -> None:
+    heads, dim = q.shape[1:]
+    num_blocks, kv_heads = kv.shape[1], kv.shape[2]
+    padded_dim = max(16, next_power_of_2(dim))
+    width = "float32" if q.dtype == torch.float32 else "half"
+    config = tuned("paged_attention.prefill", {"dtype": width, "dim": min(max(padded_dim, 64), 256)})
+    rows = config["queries"]
+    blocks = sum(-(-n // rows) for n in query_lens)
+    prefill.prefill[(heads // kv_heads, blocks, kv_heads)](
+        q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables,
+        num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, len(query_lens), blocks,
+        q.stride(0), scale * LOG2E, kv_heads, heads // kv_heads, dim, padded_dim, next_power_of_2(len(query_lens)),
+        rows, config["keys"], config["stages"], bool(config["ahead"]), num_warps=config["warps"],
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""Paged attention kernels against fp64, on steps that mix lengths, chunk positions and group sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram_kernels.paged_attention import kernel
+from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
+
+CASES: dict[str, tuple[Sequences, int, int, int]] = {  # sequences, query heads, kv heads, head size
+    "decodes": ([(1, 2), (1, 33), (1, 150), (1, 16)], 4, 2, 16),
+    "one long decode": ([(1, 700)], 2, 2, 16),
+    "odd group and head size": ([(1, 40), (5, 29), (3, 3)], 6, 2, 24),
+    "mixed": ([(1, 70), (40, 40), (17, 90), (1, 1)], 4, 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_step_matches_fp64(name: str, dtype: torch.dtype) -> None:
+    seqs, heads, kv_heads, dim = CASES[name]
+    meta, pool = make_step(seqs)
+    kv = filled_cache(meta, pool, kv_heads, dim, dtype)
+    q = torch.randn(meta.num_tokens, heads, dim).to(dtype)
+    out = kernel.paged_attention(q, kv, meta, dim**-0.5)
+    assert out.dtype == dtype
+    assert relative_error(out, attention_fp64(q, kv, meta, dim**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_long_chunks_match_fp64(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"queries": 32, "keys": 32, "stages": 1, "warps": 4, "ahead": int(ahead)}
+    monkeypatch.setattr(kernel, "tuned", lambda op, shape: config)
+    monkeypatch.setattr(kernel, "SHORT_CHUNK", 0)
+    meta, pool = make_step([(50, 50), (33, 140), (1, 1), (64, 65)])
+    kv = filled_cache(meta, pool, 2, 16, torch.float32)
+    q = torch.randn(meta.num_tokens, 4, 16)
+    out = kernel.paged_attention(q, kv, meta, 0.25)
+    assert relative_error(out, attention_fp64(q, kv, meta, 0.25)) < 1e-5
+
+
+def test_query_heads_may_be_a_view_of_a_wider_row() -> None:
+    meta, pool = make_step([(1, 20), (4, 9)])
+    kv = filled_cache(meta, pool, 2, 16, torch.float32)
+    wide = torch.randn(meta.num_tokens, 8 * 16)
+    q = wide[:, : 4 * 16].view(-1, 4, 16)
+    out = kernel.paged_attention(q, kv, meta, 0.25)
+    assert relative_error(out, attention_fp64(q, kv, meta, 0.25)) < 1e-5
