@@ -16,6 +16,9 @@ from engram_kernels.sample.philox import uniform
 _PREFIX = 1024
 """Top-p looks at this many of the largest logits before it sorts the whole vocabulary."""
 
+_WORDS_AT_ONCE = 1 << 16
+"""Random words drawn at a time on a CPU: those of one row fit a cache, those of a batch do not."""
+
 
 def sample(logits: Tensor, s: SamplingTensors) -> SampleOutput:
     """logits [R, V] fp32, not modified -> chosen tokens and log-probabilities of the raw logits.
@@ -73,9 +76,10 @@ def _draw(
     floor = _floor(scaled, rows, s)
     if floor is None:
         ids = torch.arange(scaled.shape[-1], device=scaled.device)
-        # Row by row: the random words of one row fit a cache, those of a batch do not.
-        for row, seed, position in zip(scaled, seeds, positions, strict=True):
-            row += _gumbel(seed, position, ids)
+        rows_at_once = max(1, _WORDS_AT_ONCE // ids.shape[0]) if scaled.device.type == "cpu" else scaled.shape[0]
+        columns = (scaled, seeds[:, None], positions[:, None])
+        for part, seed, position in zip(*(column.split(rows_at_once) for column in columns), strict=True):
+            part += _gumbel(seed, position, ids)
         return scaled.argmax(-1)
     # Few tokens usually survive a cut, and noise is addressed by token id: draw it only for those.
     row, ids = torch.nonzero(scaled >= floor[:, None], as_tuple=True)
