@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from engram_kernels import PAGE, StepMetadata
 from engram_runtime.models.base import CausalLM
 from engram_runtime.models.caches import Caches
