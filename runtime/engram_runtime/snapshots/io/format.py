@@ -67,7 +67,7 @@ class Header:
 
 
 def build(tensors: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileImage:
-    """Lay the tensors out in the given order, each on a 4 KiB boundary. ValueError: a wrong size, too large a header."""
+    """Lay the tensors out in the given order, each on a 4 KiB boundary. ValueError: wrong size, header too large."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     body: list[memoryview] = []
     placed: list[tuple[TensorPart, int]] = []

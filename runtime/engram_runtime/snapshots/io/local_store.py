@@ -85,6 +85,12 @@ class LocalStore:
             done = self._fill(descriptor, memoryview(buffer), start)
             return bytes(memoryview(buffer)[:done])
 
+    def front(self, key: str, length: int) -> tuple[bytes, int]:
+        with self._opened(key) as (descriptor, size):
+            buffer = bytearray(min(size, length))
+            done = self._fill(descriptor, memoryview(buffer), 0)
+            return bytes(memoryview(buffer)[:done]), size
+
     def get_tagged(self, key: str) -> tuple[bytes, str]:
         data = self.get(key)
         return data, hashlib.sha256(data).hexdigest()

@@ -47,6 +47,9 @@ class ObjectStore(Protocol):
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes [start, start + length), fewer when the object ends before."""
 
+    def front(self, key: str, length: int) -> tuple[bytes, int]:
+        """The first `length` bytes (fewer if the object is shorter) and the object's size, in one request."""
+
     def get_tagged(self, key: str) -> tuple[bytes, str]:
         """The whole (small) object and its entity tag."""
 

@@ -1,0 +1,193 @@
+"""What this process knows about snapshots, in memory: manifests and token ids, never payloads.
+
+It answers the common question, "which snapshot shares the longest prefix with this prompt", without touching a disk, by
+the same chain keys that name objects in a store. It is a cache: everything in it can be read again, except snapshots that
+live on the host tier only.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engram_runtime.snapshots.policy.identity import SEGMENT_TOKENS, TokenChain, common_prefix
+from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef
+from engram_runtime.snapshots.policy.records import Label
+
+FINE_GRID = 16  # inside the first segment, so that short chats are found too
+MAX_BUCKET = 64
+MAX_GONE = 1 << 16
+
+
+@dataclass(slots=True)
+class Record:
+    """One snapshot. `tiers` says where it was last known to be durable."""
+
+    space: Space
+    manifest: Manifest
+    tokens: array[int]
+    tiers: set[str] = field(default_factory=set)
+    own: bool = False  # written by this process
+    messages: bytes | None = None  # kept only while there is no durable copy
+    label: Label | None = None
+
+    @property
+    def snapshot_id(self) -> str:
+        return self.manifest.snapshot_id
+
+    @property
+    def pinned(self) -> bool:
+        return self.manifest.pinned if self.label is None or self.label.pinned is None else self.label.pinned
+
+    @property
+    def tag(self) -> str | None:
+        return self.manifest.tag if self.label is None or self.label.tag is None else self.label.tag
+
+    @property
+    def expires(self) -> float | None:
+        return self.manifest.expires if self.label is None or self.label.expires is None else self.label.expires
+
+    def expired(self, now: float) -> bool:
+        expires = self.expires
+        return expires is not None and expires <= now and not self.pinned
+
+
+class Catalogue:
+    """Thread-safe. Bounded by tokens held; least recently used records go first, host-only ones last."""
+
+    def __init__(self, max_tokens: int = 1 << 26) -> None:
+        self._max_tokens = max_tokens
+        self._lock = threading.RLock()
+        self._records: OrderedDict[tuple[Space, str], Record] = OrderedDict()
+        self._tokens = 0
+        self._buckets: dict[tuple[Space, str], OrderedDict[str, None]] = {}
+        self._keys: dict[tuple[Space, str], list[str]] = {}
+        self._pieces: dict[tuple[Space, int, str], PieceRef] = {}
+        self._conversations: dict[tuple[Space, str], set[str]] = defaultdict(set)
+        self._gone: OrderedDict[tuple[Space, str], None] = OrderedDict()
+
+    def add(self, record: Record, chain: TokenChain) -> Record | None:
+        """Insert or replace; None when the snapshot was deleted meanwhile. `chain` covers the record's tokens."""
+        key = (record.space, record.snapshot_id)
+        with self._lock:
+            if key in self._gone:
+                return None
+            self._drop(key)
+            self._records[key] = record
+            self._tokens += len(record.tokens)
+            self._conversations[record.space, record.manifest.conversation_id].add(record.snapshot_id)
+            for piece in record.manifest.pieces:
+                self._pieces[record.space, piece.start, piece.chain] = piece
+            names = [chain.key(position) for position in _grid(record.manifest.forwarded)]
+            names.append(record.manifest.chain)
+            self._keys[key] = names
+            for name in names:
+                bucket = self._buckets.setdefault((record.space, name), OrderedDict())
+                bucket[record.snapshot_id] = None
+                bucket.move_to_end(record.snapshot_id)
+                if len(bucket) > MAX_BUCKET:
+                    bucket.popitem(last=False)
+            self._shrink(key)
+            return record
+
+    def get(self, space: Space, snapshot_id: str) -> Record | None:
+        key = (space, snapshot_id)
+        with self._lock:
+            record = self._records.get(key)
+            if record is not None:
+                self._records.move_to_end(key)
+            return record
+
+    def remove(self, space: Space, snapshot_id: str) -> Record | None:
+        """Forget it; it may be learnt again."""
+        with self._lock:
+            return self._drop((space, snapshot_id))
+
+    def mark_gone(self, space: Space, snapshot_id: str) -> Record | None:
+        """Deleted: it must not come back, whatever is still in flight or on some tier."""
+        key = (space, snapshot_id)
+        with self._lock:
+            self._gone[key] = None
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
+            return self._drop(key)
+
+    def is_gone(self, space: Space, snapshot_id: str) -> bool:
+        with self._lock:
+            return (space, snapshot_id) in self._gone
+
+    def piece(self, space: Space, start: int, chain: str) -> PieceRef | None:
+        """A piece that begins at `start` and ends where the chain key is `chain`."""
+        with self._lock:
+            return self._pieces.get((space, start, chain))
+
+    def conversation(self, space: Space, conversation_id: str) -> list[Record]:
+        with self._lock:
+            ids = self._conversations.get((space, conversation_id), set())
+            return [self._records[space, snapshot_id] for snapshot_id in ids]
+
+    def records(self, space: Space | None = None) -> list[Record]:
+        with self._lock:
+            return [record for record in self._records.values() if space is None or record.space == space]
+
+    def matches(self, space: Space, chain: TokenChain, limit: int, positions: Iterable[int] = ()) -> list[Record]:
+        """Records that share a prefix with `chain`, likely longest first; at most a few dozen.
+
+        Looks at the grid up to `limit` and at `positions` (where anchors may be), from the longest to the shortest,
+        and stops at the first key that gives records whose common prefix can no longer be beaten.
+        """
+        grid = set(_grid(limit)) | {p for p in positions if 0 < p <= limit}
+        found: OrderedDict[str, Record] = OrderedDict()
+        best = 0
+        with self._lock:
+            for position in sorted(grid, reverse=True):
+                if position + SEGMENT_TOKENS <= best:
+                    break
+                for snapshot_id in reversed(self._buckets.get((space, chain.key(position)), OrderedDict())):
+                    record = self._records.get((space, snapshot_id))
+                    if record is None or snapshot_id in found:
+                        continue
+                    found[snapshot_id] = record
+                    best = max(best, min(limit, common_prefix(record.tokens, chain.tokens)))
+        return list(found.values())
+
+    def _drop(self, key: tuple[Space, str]) -> Record | None:
+        record = self._records.pop(key, None)
+        if record is None:
+            return None
+        space, snapshot_id = key
+        self._tokens -= len(record.tokens)
+        for name in self._keys.pop(key, []):
+            bucket = self._buckets.get((space, name))
+            if bucket is not None:
+                bucket.pop(snapshot_id, None)
+                if not bucket:
+                    del self._buckets[space, name]
+        for piece in record.manifest.pieces:
+            if self._pieces.get((space, piece.start, piece.chain)) == piece:
+                del self._pieces[space, piece.start, piece.chain]
+        group = (space, record.manifest.conversation_id)
+        self._conversations[group].discard(snapshot_id)
+        if not self._conversations[group]:
+            del self._conversations[group]
+        return record
+
+    def _shrink(self, keep: tuple[Space, str]) -> None:
+        if self._tokens <= self._max_tokens:
+            return
+        for host_only in (False, True):
+            for key, record in list(self._records.items()):
+                if self._tokens <= self._max_tokens:
+                    return
+                if key != keep and host_only == (not record.tiers):
+                    self._drop(key)
+
+
+def _grid(tokens: int) -> list[int]:
+    """Positions in (0, tokens] at which a record is indexed."""
+    fine = range(FINE_GRID, min(tokens, SEGMENT_TOKENS - 1) + 1, FINE_GRID)
+    return [*fine, *range(SEGMENT_TOKENS, tokens + 1, SEGMENT_TOKENS)]
