@@ -170,3 +170,25 @@ def test_elementwise_ops_keep_shapes_even_for_empty_steps(tokens, width, seed):
         torch.cat((torch.ones(1, width), torch.zeros(1, width)), -1),
     )
     assert torch.equal(rotated, heads)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_rope_append_is_the_separate_ops_in_order(ops, normed, rotated):
+    qkv = torch.randn(5, 4 + 2 + 2, 16)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    angles = torch.rand(9, 8, dtype=torch.float64) * 6
+    positions, slots = torch.tensor([0, 8, 3, 1, 5]), torch.tensor([17, 2, 30, 31, 0])
+    weights = (torch.rand(16), torch.rand(16)) if normed else (None, None)
+    kv = torch.full((2, 3, 2, 16, 16), float("nan"))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float() if rotated else None
+    out = ops.rope_append(q, k, v, positions, table, kv, slots, *weights, 1e-5)
+    expected_q, expected_k = q.double(), k.double()
+    if normed:
+        expected_q, expected_k = norm64(q, weights[0], 1e-5), norm64(k, weights[1], 1e-5)
+    if rotated:
+        expected_q, expected_k = rotary64(expected_q, positions, angles), rotary64(expected_k, positions, angles)
+    assert relative_rms(out, expected_q) < 1e-6
+    assert relative_rms(kv[0, slots // 16, :, slots % 16], expected_k) < 1e-6
+    assert torch.equal(kv[1, slots // 16, :, slots % 16], v)
+    assert int((~kv.isnan()).sum()) == 2 * 5 * 2 * 16
