@@ -1,0 +1,71 @@
+"""The two ASGI applications of a server: the public port and the admin port."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.middleware import Middleware
+
+from engram_runtime.server import admin, chat_completions, completions, errors, health, metrics, models, snapshots
+from engram_runtime.server.middleware import OPEN_PATHS, Authenticate, BodyAndDisconnect, Identify, RequestContext
+from engram_runtime.server.state import ServerState, state_of
+
+# Calls of the OpenAI and Anthropic APIs that come with a later version: said so, instead of a bare 404.
+LATER = ("/v1/responses", "/v1/conversations", "/v1/messages", "/v1/embeddings")
+
+public = APIRouter()
+
+
+@public.get("/metrics", response_class=PlainTextResponse)
+async def scrape(request: Request) -> PlainTextResponse:
+    """Prometheus text format."""
+    return PlainTextResponse(state_of(request).metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+async def _later(request: Request) -> JSONResponse:
+    raise errors.ApiError(404, f"{request.url.path} is not available on this server yet", code="not_supported")
+
+
+def public_app(state: ServerState) -> FastAPI:
+    """Port `http`: OpenAI and snapshot calls."""
+    app = _app("Engram", state, state.tenants.identify, OPEN_PATHS)
+    for router in (
+        chat_completions.router,
+        completions.router,
+        models.router,
+        snapshots.router,
+        health.router,
+        public,
+    ):
+        app.include_router(router)
+    for path in LATER:
+        for route in (path, path + "/{rest:path}"):
+            app.add_api_route(route, _later, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    return app
+
+
+def admin_app(state: ServerState) -> FastAPI:
+    """Port `admin`: metrics, drain, and the snapshot calls for any tenant."""
+    app = _app("Engram admin", state, state.tenants.identify_admin, OPEN_PATHS | {"/metrics"})
+    for router in (health.router, public, snapshots.router, admin.router):
+        app.include_router(router)
+    return app
+
+
+def _app(title: str, state: ServerState, identify: Identify, open_paths: frozenset[str]) -> FastAPI:
+    config = state.config
+    app = FastAPI(
+        title=title,
+        version="1",
+        description="Stateful inference: OpenAI-compatible calls whose turns are remembered as snapshots.",
+        docs_url=None,
+        redoc_url=None,
+        middleware=[
+            Middleware(RequestContext, observe=state.metrics.observe_http),
+            Middleware(Authenticate, identify=identify, open_paths=open_paths),
+            Middleware(BodyAndDisconnect, max_bytes=config.max_body_bytes, timeout=config.body_timeout),
+        ],
+    )
+    app.state.server = state
+    errors.install(app)
+    return app
