@@ -17,7 +17,11 @@ from tests.support.smollm2 import smollm2
 from tests.support.steps import Stepper
 
 QUESTION = [
-    {"role": "user", "content": "What is the capital of France, and in which year did its tower open? Be brief."}
+    {
+        "role": "user",
+        "content": "What is the capital of France, which river runs through it, and in which year did its iron tower "
+        "open to visitors? Answer in one short sentence, please.",
+    }
 ]
 
 
@@ -45,7 +49,7 @@ def prompt_ids(path: Path) -> list[int]:
 @pytest.mark.parametrize("cuts", [(), (1, 2, 33, 40)], ids=["one-chunk", "chunks-and-decodes"])
 def test_logits_equal_transformers(path: Path, model: CausalLM, reference: Any, cuts: tuple[int, ...]) -> None:
     ids = prompt_ids(path)[:60]
-    assert len(ids) >= 40
+    assert len(ids) == 60
     with torch.no_grad():
         expected = reference(torch.tensor([ids]), use_cache=False).logits[0]
     stepper = Stepper(model)
@@ -53,8 +57,8 @@ def test_logits_equal_transformers(path: Path, model: CausalLM, reference: Any, 
     for begin, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
         stepper.step([(row, end - begin)])
     actual = stepper.logits(row)
-    # Logits reach 30 here, so 1e-4 is 3e-6 of them; fp32 over 30 layers leaves about that much.
-    assert float((actual - expected).abs().max()) <= 1e-4 * max(1.0, float(expected.abs().max()) / 10)
+    # Logits reach 38 here. Against fp64 the fp32 of transformers errs by 1.0e-4, ours by 0.8e-4.
+    assert float((actual - expected).abs().max()) <= 3e-4
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] > 1e-3
     assert torch.equal(actual.argmax(-1)[clear], expected.argmax(-1)[clear])
