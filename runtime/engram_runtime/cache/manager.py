@@ -113,6 +113,10 @@ class CacheManager:
         if mark is not None:
             node.marks[offset] = mark
 
+    def mark_at(self, node: Node, position: int) -> Any:
+        """The boundary recorded at exactly `position`, or None."""
+        return node.marks.get(position - node.depth * self.block_size)
+
     def check_integrity(self, blocks: Counter[int], states: Counter[int]) -> None:
         """Raise AssertionError unless the given holders plus the leases account for every reference."""
         blocks, states = Counter(blocks), Counter(states)

@@ -42,14 +42,14 @@ class Match:
 
     `position` tokens need not be computed: `blocks` hold them, all but the last in full; if `position` is not a
     multiple of the block size the last of `blocks` has to be copied before it is written. `state` is the checkpoint
-    slot exact at `position`. `common` is the longest common prefix, usable or not; `marks` are the boundaries on it,
-    deepest first, as (position, mark).
+    slot exact at `position`. The longest common prefix may be longer than what is usable: `whole` are its complete
+    blocks, `marks` the boundaries on it, deepest first, as (position, mark).
     """
 
     position: int = 0
     blocks: tuple[int, ...] = ()
     state: int | None = None
-    common: int = 0
+    whole: tuple[int, ...] = ()
     marks: tuple[tuple[int, Any], ...] = ()
 
 
@@ -92,10 +92,9 @@ class PrefixIndex:
         position, state = common, None
         if needs_state:
             position, state = self._deepest_state(path, common)
-        if position == 0:
-            return Match(common=common, marks=marks)
+        whole = tuple(node.block for node in path[: common // self.block_size])
         used = -(-position // self.block_size)
-        return Match(position, tuple(node.block for node in path[:used]), state, common, marks)
+        return Match(position, tuple(node.block for node in path[:used]), state, whole, marks)
 
     def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
         """Nodes along `tokens`, the last one possibly in part, and the number of common tokens."""

@@ -1,10 +1,10 @@
-"""What a sequence needs to start: the longest cached prefix, blocks for the rest, a state slot. All of it or nothing."""
+"""What a sequence needs to start: the longest cached prefix, blocks for the rest, a state slot; all or nothing."""
 
 from __future__ import annotations
 
 from engram_runtime.cache.manager import CacheManager
 from engram_runtime.cache.prefix_index import Match
-from engram_runtime.engine.request import Sequence
+from engram_runtime.engine.sequence import Sequence
 from engram_runtime.engine.step import Draft
 from engram_runtime.executor.plan import Copy, Swap
 

@@ -36,7 +36,9 @@ class EngineConfig:
     """Makes requests without a seed reproducible run to run; None: drawn from the system."""
     turn_end_grace_seconds: float = 0.3
     """How long a durable save of turn_end waits for a next_history of the same turn to replace it."""
-    restore_timeout_seconds: float = 30.0
+    restore_timeout_seconds: float = 10.0
+    refuse_slow_restores: bool = False
+    """Prefill instead where the measured rates say that a restore would take longer."""
     progress: bool = True
     use_cuda_graph: bool | None = None
     tensor_parallel_size: int = 1
@@ -60,9 +62,11 @@ class EngineConfig:
                 f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}) so that every running "
                 f"sequence can decode in one step, got {self.max_num_batched_tokens}"
             )
-        for name in ("swap_bytes", "turn_end_grace_seconds", "restore_timeout_seconds"):
+        for name in ("swap_bytes", "turn_end_grace_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.restore_timeout_seconds <= 0:
+            raise ValueError(f"restore_timeout_seconds must be > 0, got {self.restore_timeout_seconds}")
         if self.state_slots is not None and self.state_slots < self.max_num_seqs:
             raise ValueError(f"state_slots must be >= max_num_seqs ({self.max_num_seqs}), got {self.state_slots}")
         self._refuse_what_is_not_built()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engram_runtime.engine.turns import TurnReport
@@ -57,3 +57,28 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+class Collector:
+    """Joins the outputs of many steps: `delta`, `new_token_ids` and `logprobs` then cover the whole sequence."""
+
+    def __init__(self) -> None:
+        self._logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
+        self._prompt_logprobs: dict[tuple[str, int], list[TokenLogprobs | None]] = {}
+        self.finished: dict[tuple[str, int], RequestOutput] = {}
+        """By request id and index."""
+
+    def add(self, output: RequestOutput) -> None:
+        key = output.request_id, output.index
+        if output.logprobs is not None:
+            self._logprobs.setdefault(key, []).extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[key] = output.prompt_logprobs
+        if output.finished:
+            self.finished[key] = replace(
+                output,
+                delta=output.text,
+                new_token_ids=list(output.token_ids),
+                logprobs=self._logprobs.pop(key, None),
+                prompt_logprobs=self._prompt_logprobs.pop(key, None),
+            )

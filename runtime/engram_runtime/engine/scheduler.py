@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engram_runtime.cache.manager import CacheManager
 from engram_runtime.engine.admission import Admission
-from engram_runtime.engine.request import Sequence, Status
+from engram_runtime.engine.sequence import Sequence, Status
 from engram_runtime.engine.step import Draft, ScheduledStep, Work
 from engram_runtime.engine.swap import SwapLedger
 from engram_runtime.executor.plan import CacheGeometry, RowOpen, Swap

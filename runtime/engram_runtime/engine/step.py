@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engram_runtime.engine.request import Sequence
+from engram_runtime.engine.sequence import Sequence
 from engram_runtime.executor.plan import Copy, RowOpen, SequencePlan, StepPlan, Swap
 
 

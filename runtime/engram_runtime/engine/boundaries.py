@@ -1,0 +1,291 @@
+"""The boundaries of turns: which are captured, what they are called, which become durable and when.
+
+Every captured boundary is findable in the GPU prefix index at once. Durable is one snapshot a turn: `turn_end` waits a
+moment, so that `next_history` (the same turn as the next request will render it) can take its place under the same
+snapshot id. `user_start` is saved besides only where nothing durable lies near it. With n > 1 no sequence is the
+turn's answer, so only `history` is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engram_runtime.cache.manager import CacheManager, Lease
+from engram_runtime.engine.request import Identity, Request
+from engram_runtime.engine.sequence import Sequence
+from engram_runtime.snapshots.policy.ids import new_id
+from engram_runtime.snapshots.types import Capture, Snapshots
+
+COVER_SLACK = 32
+"""A durable boundary this close below user_start makes a second one pointless: computing so little costs nothing."""
+GRACE_WITH_WARM = 10.0
+"""While next_history is on its way turn_end waits up to this many times the grace."""
+REMEMBERED_TURNS = 10_000
+
+COMPLETED = ("turn_end", "next_history")
+"""Boundaries after an answer: who goes on from there is the next turn of the same conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the prefix index remembers of a boundary."""
+
+    boundary: str
+    conversation_id: str
+    branch_name: str
+    turn_number: int
+    snapshot_id: str | None
+    """Of the durable snapshot at exactly this position, if one was made."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A turn_end that waits for its next_history."""
+
+    capture: Capture
+    lease: Lease
+    deadline: float
+    last_deadline: float
+
+
+TurnKey: TypeAlias = tuple[str, str, str, int]
+"""Tenant, conversation, branch, turn."""
+
+
+class Boundaries:
+    """Engine thread only; `release` of a capture may come from any thread and goes through `post_release`."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        snapshots: Snapshots | None,
+        *,
+        grace_seconds: float,
+        clock: Callable[[], float],
+        post_release: Callable[[Lease], None],
+    ) -> None:
+        self._cache = cache
+        self._snapshots = snapshots
+        self._grace = grace_seconds
+        self._clock = clock
+        self._post_release = post_release
+        self._held: dict[TurnKey, _Held] = {}
+        self._newest: OrderedDict[tuple[str, str, str], tuple[int, str | None]] = OrderedDict()
+        self.saves_requested = 0
+        self.saves_superseded = 0
+
+    # Who is speaking
+
+    def identify(self, request: Request) -> Identity:
+        """Settle conversation, branch and turn number; the first sequence must have been admitted (or have failed)."""
+        if request.identity is not None:
+            return request.identity
+        turn = request.turn
+        if turn is None:
+            raise ValueError("turn: a request without one has no identity")
+        match = request.first.match
+        marks = [mark for _, mark in match.marks] if match is not None else []
+        parent = next((mark.snapshot_id for mark in marks if mark.snapshot_id is not None), None)
+        if turn.conversation_id is None:
+            base = next((mark for mark in marks if mark.boundary in COMPLETED), None)
+            conversation = base.conversation_id if base is not None else new_id()
+            branch = base.branch_name if base is not None else turn.branch_name
+        else:
+            conversation, branch = turn.conversation_id, turn.branch_name
+            base = next((mark for mark in marks if mark.conversation_id == conversation), None)
+        number = turn.turn_number
+        newest, newest_snapshot = self._newest.get((turn.tenant, conversation, branch), (0, None))
+        if number is None and base is not None:
+            # A warm-up belongs to the turn it follows; going on from before an answer repeats its turn.
+            follows = base.boundary in COMPLETED and request.warm_boundary is None
+            number = base.turn_number + follows
+        elif number is None:
+            number = newest + 1
+        request.identity = Identity(conversation, branch, number, parent or newest_snapshot)
+        return request.identity
+
+    # Capturing
+
+    def passed(self, request: Request, sequence: Sequence, start: int, end: int, slot: int | None) -> None:
+        """Prefill of the first sequence went from `start` to `end`; `slot` holds the state at `end`, if captured."""
+        for kind, position in request.boundaries:
+            # What a cached prefix covers was captured when it was computed; what is computed again was captured before.
+            fresh = position > sequence.prefix_tokens and kind not in request.captured
+            if fresh and start < position <= end:
+                request.captured.add(kind)
+                at_end = slot if position == end else None
+                if self._cache.has_state and at_end is None:
+                    continue  # no slot was free: this boundary cannot be gone back to
+                snapshot = self._save_passed(request, sequence, kind, position, at_end)
+                self._record(request, sequence, kind, position, at_end, snapshot)
+
+    def _save_passed(
+        self, request: Request, sequence: Sequence, kind: str, position: int, slot: int | None
+    ) -> str | None:
+        only_history = kind == "history" and request.params.n > 1
+        # Dense models need no snapshot of their own there: KV can be cut, the turn's snapshot is anchored at it.
+        lone_start = kind == "user_start" and self._cache.has_state and not self._is_covered(sequence, position)
+        if not (only_history or lone_start):
+            return None
+        capture = self._capture(request, sequence, kind, position, slot, new_id())
+        return None if capture is None else self._hand_over(*capture)
+
+    def _is_covered(self, sequence: Sequence, position: int) -> bool:
+        marks = sequence.match.marks if sequence.match is not None else ()
+        return any(place > position - COVER_SLACK for place, mark in marks if mark.snapshot_id is not None)
+
+    def share(self, sequence: Sequence, position: int, slot: int | None) -> None:
+        """Make a prompt findable for the sibling sequences that wait for it."""
+        tokens = sequence.token_ids(0, position)
+        node = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
+        if node is not None:
+            self._cache.record(node, position, slot)
+
+    def finished(self, request: Request, sequence: Sequence, slot: int | None, *, complete: bool) -> None:
+        """A sequence ended with everything before `computed` forwarded and its state in `slot`.
+
+        `complete` is false for aborted and failed ones: what they computed can be used again, but it is no turn_end.
+        """
+        position = sequence.computed
+        if position <= 0 or not sequence.block_ids:
+            return
+        if not complete or request.turn is None or request.params.n > 1:
+            self._record(request, sequence, None, position, slot, None)
+            return
+        identity = self.identify(request)
+        snapshot = new_id()
+        made = self._capture(request, sequence, "turn_end", position, slot, snapshot)
+        self._record(request, sequence, "turn_end", position, slot, snapshot if made is not None else None)
+        self._remember(request.tenant, identity, snapshot if made is not None else None)
+        if made is not None:
+            now = self._clock()
+            key = (request.tenant, identity.conversation_id, identity.branch_name, identity.turn_number)
+            self.flush(key)
+            last = now + self._grace * GRACE_WITH_WARM
+            self._held[key] = _Held(*made, deadline=now + self._grace, last_deadline=last)
+
+    def warmed(self, request: Request, sequence: Sequence, slot: int | None) -> None:
+        """A background request has computed its whole prompt: capture its boundary, in place of a held turn_end."""
+        kind = request.warm_boundary
+        if kind is None or request.turn is None or sequence.computed <= 0:
+            return
+        identity = self.identify(request)
+        key = (request.tenant, identity.conversation_id, identity.branch_name, identity.turn_number)
+        held = self._held.get(key)
+        snapshot = held.capture.snapshot_id if held is not None else new_id()
+        made = self._capture(request, sequence, kind, sequence.computed, slot, snapshot)
+        if made is not None and held is not None:
+            capture, lease = made
+            capture.parent_id = held.capture.parent_id
+            capture.user_start = held.capture.user_start
+            capture.messages = capture.messages or held.capture.messages
+            del self._held[key]
+            held.lease.release()
+            self.saves_superseded += 1
+            made = capture, lease
+        self._record(request, sequence, kind, sequence.computed, slot, snapshot if made is not None else None)
+        if made is not None:
+            self._hand_over(*made)
+            self._remember(request.tenant, identity, snapshot)
+
+    def _record(
+        self,
+        request: Request,
+        sequence: Sequence,
+        kind: str | None,
+        position: int,
+        slot: int | None,
+        snapshot: str | None,
+    ) -> None:
+        """Make the boundary findable in the GPU tier."""
+        tokens = sequence.token_ids(0, position)
+        node = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
+        if node is None:
+            return
+        mark: Mark | None = None
+        if kind is not None and request.turn is not None:
+            who = self.identify(request)
+            mark = Mark(kind, who.conversation_id, who.branch_name, who.turn_number, snapshot)
+            if kind not in COMPLETED and self._cache.mark_at(node, position) is not None:
+                mark = None  # another turn ended exactly here: that says more
+        self._cache.record(node, position, slot, mark)
+        # What the caller is told of: where the turn can be gone on from. user_start is where it came from.
+        if kind is not None and kind != "user_start":
+            request.boundary = kind
+            request.snapshot_id = snapshot or request.snapshot_id
+
+    # Saving
+
+    def _capture(
+        self, request: Request, sequence: Sequence, kind: str, position: int, slot: int | None, snapshot: str
+    ) -> tuple[Capture, Lease] | None:
+        """A capture with its lease; None when this turn is not to be saved, or cannot be."""
+        turn = request.turn
+        if self._snapshots is None or turn is None or not turn.save or (self._cache.has_state and slot is None):
+            return None
+        identity = self.identify(request)
+        blocks = sequence.block_ids[: self._cache.blocks_for(position)]
+        lease = self._cache.lease(blocks, slot)
+        start = turn.boundaries.get("user_start")
+        capture = Capture(
+            tenant=turn.tenant,
+            conversation_id=identity.conversation_id,
+            branch_name=identity.branch_name,
+            turn_number=identity.turn_number,
+            boundary=kind,
+            snapshot_id=snapshot,
+            parent_id=identity.parent_id,
+            token_ids=sequence.token_ids(0, position),
+            pending_ids=sequence.token_ids(position, sequence.known) if kind == "turn_end" else (),
+            position=position,
+            block_ids=tuple(blocks),
+            state_slot=slot,
+            release=lambda: self._post_release(lease),
+            user_start=start if start is not None and 0 < start < position else None,
+            messages=turn.messages,
+            tokenizer_digest=turn.tokenizer_digest,
+            template_digest=turn.template_digest,
+            pin=turn.pin,
+            tag=turn.tag,
+            ttl_seconds=turn.ttl_seconds,
+        )
+        return capture, lease
+
+    def _hand_over(self, capture: Capture, lease: Lease) -> str:
+        if self._snapshots is None:
+            raise RuntimeError("a capture was made without a snapshot service")
+        self.saves_requested += 1
+        self._snapshots.save(capture)
+        return capture.snapshot_id
+
+    def _remember(self, tenant: str, identity: Identity, snapshot: str | None) -> None:
+        key = (tenant, identity.conversation_id, identity.branch_name)
+        self._newest[key] = (identity.turn_number, snapshot)
+        self._newest.move_to_end(key)
+        if len(self._newest) > REMEMBERED_TURNS:
+            self._newest.popitem(last=False)
+
+    def expect_warm(self, request: Request) -> None:
+        """A warm-up of this turn was queued: its turn_end may wait longer."""
+        turn = request.turn
+        if turn is None:
+            return
+        for (tenant, conversation, _, number), held in self._held.items():
+            same = turn.turn_number in (None, number)
+            if tenant == turn.tenant and conversation == turn.conversation_id and same:
+                held.deadline = held.last_deadline
+
+    def flush(self, key: TurnKey | None = None, *, due_only: bool = False) -> None:
+        """Hand held captures to the service: all, those of one turn, or those whose grace is over."""
+        now = self._clock()
+        for name, held in list(self._held.items()):
+            if (key is None or name == key) and (not due_only or held.deadline <= now):
+                del self._held[name]
+                self._hand_over(held.capture, held.lease)
+
+    def next_deadline(self) -> float | None:
+        """When a held capture is due, on the engine's clock."""
+        return min((held.deadline for held in self._held.values()), default=None)

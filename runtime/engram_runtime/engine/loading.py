@@ -1,0 +1,81 @@
+"""From a configuration to an engine that runs: device, ops, weights, caches, tokenizer, snapshots; in this order.
+
+What cannot be honoured fails here, before the first request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from engram_kernels import Ops, Registry
+from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.core import LLMEngine
+from engram_runtime.executor.executor import Executor
+from engram_runtime.executor.memory import CacheRequest, free_memory, plan_caches
+from engram_runtime.loader.config import load_config, resolve_dtype
+from engram_runtime.loader.model import load_model
+from engram_runtime.loader.tokenizer import eos_ids, load_tokenizer
+from engram_runtime.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its caches, ready for an engine."""
+
+    executor: Executor
+    spec: ModelSpec
+    tokenizer: Any
+    eos_ids: frozenset[int]
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is the GPU if there is one. ValueError when CUDA is asked for and missing."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda cannot be used: torch finds no CUDA device")
+    return torch.device(name)
+
+
+def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedModel:
+    """Load a checkpoint folder. Raises CheckpointError, ValueError, BackendUnavailable."""
+    device = resolve_device(config.device)
+    path = Path(config.model)
+    model_config = load_config(path)
+    dtype = resolve_dtype(model_config, device, config.dtype)
+    ops = Ops.bind(device, dtype, config.op_overrides, registry)
+    tokenizer = load_tokenizer(config.tokenizer or path)
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not config.progress) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        model = load_model(path, device=device, dtype=dtype, ops=ops, progress=progress)
+    request = CacheRequest(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        kv_cache_tokens=config.kv_cache_tokens,
+        state_slots=config.state_slots,
+        checkpoint_slots=config.checkpoint_slots,
+    )
+    geometry = plan_caches(model.spec, request, free_memory(device))
+    executor = Executor(model, ops, geometry, device)
+    return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer))
+
+
+def load_engine(config: EngineConfig, *, registry: Registry | None = None) -> LLMEngine:
+    """An engine without snapshots, for offline use. Raises what `load` raises."""
+    loaded = load(config, registry=registry)
+    return LLMEngine(
+        config,
+        loaded.executor,
+        vocab_size=loaded.spec.vocab_size,
+        tokenizer=loaded.tokenizer,
+        eos_ids=loaded.eos_ids,
+    )

@@ -1,0 +1,79 @@
+"""Collects what happens for `EngineStats`: counters that grow, observations until somebody reads them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.request import Request, RestoreOutcome
+from engram_runtime.engine.stats import EngineStats
+from engram_runtime.engine.step import ScheduledStep
+
+MAX_OBSERVATIONS = 100_000
+"""Kept between two readings; without a reader the oldest are dropped."""
+RATE_MEMORY = 0.9
+
+
+class Meter:
+    """Engine thread only."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ttft, self._itl, self._e2e, self._queue, self._restore = (
+            deque[float](maxlen=MAX_OBSERVATIONS) for _ in range(5)
+        )
+        self._finished: Counter[str] = Counter()
+        self._restored_tokens: Counter[str] = Counter()
+        self._restored_bytes: Counter[str] = Counter()
+        self._restore_failures = 0
+        self._prompt_tokens = 0
+        self._generated = 0
+        self._rate: float | None = None
+
+    def step(self, step: ScheduledStep, seconds: float) -> None:
+        prefill = sum(work.end - work.start for work in step.work if work.end - work.start > 1)
+        if prefill >= 16 and seconds > 0:
+            rate = prefill / seconds
+            self._rate = rate if self._rate is None else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate
+
+    def prefill_rate(self, config: EngineConfig) -> float | None:
+        """Tokens per second, once measured and if restores are to be compared with it."""
+        return self._rate if config.refuse_slow_restores else None
+
+    def queued(self, seconds: float) -> None:
+        self._queue.append(seconds)
+
+    def restored(self, outcome: RestoreOutcome) -> None:
+        self._restore.append(outcome.milliseconds / 1e3)
+        self._restore_failures += outcome.error is not None
+        if outcome.tier is not None:
+            self._restored_tokens[outcome.tier] += outcome.position - outcome.gpu_position
+            self._restored_bytes[outcome.tier] += outcome.bytes
+
+    def token(self, now: float, request: Request, index: int) -> None:
+        """A token of sequence `index` arrived."""
+        self._generated += 1
+        first = len(request.sequences[index].output_ids) == 1
+        if first:
+            self._prompt_tokens += len(request.prompt_ids) if index == 0 else 0
+            self._ttft.append(now - request.arrival)
+        else:
+            self._itl.append(now - request.last_token_time[index])
+        request.last_token_time[index] = now
+
+    def finished(self, reason: str, seconds: float) -> None:
+        self._finished[reason] += 1
+        self._e2e.append(seconds)
+
+    def fill(self, stats: EngineStats) -> None:
+        """Write everything into `stats`; observations are handed over."""
+        stats.prompt_tokens, stats.generated_tokens = self._prompt_tokens, self._generated
+        stats.finished = dict(self._finished)
+        stats.restored_tokens = dict(self._restored_tokens)
+        stats.restored_bytes = dict(self._restored_bytes)
+        stats.restore_failures = self._restore_failures
+        for name in ("ttft", "itl", "e2e", "queue", "restore"):
+            observed: deque[float] = getattr(self, f"_{name}")
+            setattr(stats, f"{name}_seconds", list(observed))
+            observed.clear()

@@ -1,0 +1,232 @@
+"""Brings snapshots back: a restore is a promotion into the GPU prefix index, done beside the engine thread.
+
+A job goes find (worker) -> take memory (engine) -> write (worker) -> register (engine); then the request is admitted
+like any other prefix hit. Blocks that the GPU tier already has stay leased meanwhile, so only what is missing moves.
+Whatever goes wrong ends in an ordinary prefill that says why. A recurrent model gets KV and state together or nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from engram_runtime.cache.manager import CacheManager, Lease
+from engram_runtime.cache.prefix_index import Match
+from engram_runtime.engine.boundaries import Mark
+from engram_runtime.engine.request import Request, RestoreOutcome
+from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
+
+WORKERS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: Request
+    lease: Lease
+    """What the GPU tier had when the job began."""
+    match: Match
+    started: float
+    deadline: float
+    fetched: Fetched | None = None
+    taken: Lease | None = None
+    """Blocks and slot that receive the snapshot."""
+    block_ids: tuple[int, ...] = ()
+    abandoned: bool = False
+
+
+class Restorer:
+    """`wake` is called from worker threads when `poll` has something to do; the rest is engine thread only."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        snapshots: Snapshots,
+        transfer: KVTransfer,
+        *,
+        timeout_seconds: float,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._cache = cache
+        self._snapshots = snapshots
+        self._transfer = transfer
+        self._timeout = timeout_seconds
+        self._clock = clock
+        self._wake = wake
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="engram-restore")
+        self._done: queue.SimpleQueue[tuple[_Job, Fetched | Miss | None]] = queue.SimpleQueue()
+        self._jobs: list[_Job] = []
+
+    def __len__(self) -> int:
+        return sum(not job.abandoned for job in self._jobs)
+
+    def begin(self, request: Request, prefill_rate: float | None) -> bool:
+        """Start looking for a longer prefix; False when there can be none, and the request is to be queued at once."""
+        turn = request.turn
+        if turn is None or not turn.restore or not request.first.use_prefix:
+            return False
+        limit = len(request.prompt_ids) - 1
+        match = self._cache.match(request.tenant, request.prompt_ids, limit)
+        nothing_longer = bool(turn.candidates) and max(turn.candidates) <= match.position
+        if match.position >= limit or (turn.restore_from is None and nothing_longer):
+            return False
+        now = self._clock()
+        job = _Job(request, self._cache.lease(match.whole), match, now, now + self._timeout)
+        query = RestoreQuery(
+            tenant=turn.tenant,
+            token_ids=request.prompt_ids,
+            candidates=turn.candidates,
+            min_position=match.position,
+            max_position=limit,
+            kv_from=len(match.whole) * self._cache.block_size,
+            restore_from=turn.restore_from,
+            conversation_id=turn.conversation_id,
+            branch_name=turn.branch_name,
+            needs_state=self._cache.has_state,
+            prefill_tokens_per_second=prefill_rate,
+            deadline_seconds=self._timeout,
+        )
+        self._jobs.append(job)
+        self._pool.submit(self._find, job, query)
+        return True
+
+    def _find(self, job: _Job, query: RestoreQuery) -> None:
+        try:
+            self._post(job, self._snapshots.find(query))
+        except Exception as error:  # the service promises not to raise; a request must not hang if it does
+            self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))
+
+    def _write(self, job: _Job, fetched: Fetched) -> None:
+        start = len(job.match.whole) * self._cache.block_size
+        try:
+            for first, packed in fetched.kv:
+                skip = max(0, start - first)
+                count = min(packed.shape[3], fetched.position - first)
+                if skip < count:
+                    self._transfer.write_kv(job.block_ids, first + skip, packed[:, :, :, skip:count])
+            if job.taken is not None and job.taken.state_slot is not None:
+                self._transfer.write_state(job.taken.state_slot, fetched.state or {})
+            self._post(job, None)
+        except Exception as error:  # a damaged tensor must end in a prefill, not in a dead engine
+            self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))
+
+    def _post(self, job: _Job, result: Fetched | Miss | None) -> None:
+        self._done.put((job, result))
+        self._wake()
+
+    def poll(self) -> list[Request]:
+        """Requests whose restore is over, with `restore` set; call it regularly from the engine thread."""
+        ready: list[Request] = []
+        while not self._done.empty():
+            job, result = self._done.get()
+            if job.abandoned:
+                self._forget(job)
+            elif isinstance(result, Fetched):
+                reason = self._take(job, result)
+                if reason is None:
+                    self._pool.submit(self._write, job, result)
+                else:
+                    ready.append(self._fail(job, *reason))
+            elif isinstance(result, Miss):
+                ready.append(self._fail(job, result.reason, result.failed))
+            else:
+                ready.append(self._register(job))
+        now = self._clock()
+        for job in self._jobs:
+            if not job.abandoned and now > job.deadline:
+                job.abandoned = True
+                job.request.restore = RestoreOutcome(
+                    gpu_position=job.match.position,
+                    milliseconds=(now - job.started) * 1e3,
+                    error=f"restore took longer than {self._timeout:g} s",
+                )
+                ready.append(job.request)
+        return ready
+
+    def next_deadline(self) -> float | None:
+        return min((job.deadline for job in self._jobs if not job.abandoned), default=None)
+
+    def abandon(self, request: Request) -> None:
+        """The request ended; what a worker still delivers for it is thrown away."""
+        for job in self._jobs:
+            if job.request is request:
+                job.abandoned = True
+
+    def _take(self, job: _Job, fetched: Fetched) -> tuple[str, bool] | None:
+        """Memory for what was fetched; a (reason, failed) when it cannot be used."""
+        if fetched.position <= job.match.position:
+            return "the GPU tier already has as much", False
+        if fetched.position >= len(job.request.prompt_ids):
+            return f"snapshot {fetched.snapshot_id} covers the whole prompt", True
+        if self._cache.has_state and fetched.state is None:
+            return f"snapshot {fetched.snapshot_id} has no recurrent state", True
+        size, whole = self._cache.block_size, job.match.whole
+        start = len(whole) * size
+        reach = start
+        for first, packed in fetched.kv:
+            if first > reach:
+                break
+            reach = max(reach, first + packed.shape[3])
+        if reach < fetched.position:
+            return f"snapshot {fetched.snapshot_id} lacks the keys and values of token {reach}", True
+        slots = self._cache.states.allocate(1) if self._cache.has_state else []
+        if slots is None:
+            return "no free state slot on the GPU", True
+        blocks = self._cache.blocks.allocate(max(0, self._cache.blocks_for(fetched.position) - len(whole)))
+        if blocks is None:
+            self._cache.states.release(slots)
+            return "no free blocks on the GPU", True
+        job.fetched = fetched
+        job.taken = self._cache.adopt(blocks, slots[0] if slots else None)
+        job.block_ids = (*whole, *blocks)
+        return None
+
+    def _register(self, job: _Job) -> Request:
+        fetched, taken, request = job.fetched, job.taken, job.request
+        if fetched is None or taken is None:
+            raise RuntimeError("a restore was written before its memory was taken")
+        tokens = request.prompt_ids[: fetched.position]
+        chain = request.first.chain
+        node = self._cache.register(chain, tokens, job.block_ids, fetched.position, partial=True)
+        if node is not None:
+            mark = Mark(
+                boundary=fetched.boundary,
+                conversation_id=fetched.conversation_id,
+                branch_name=fetched.branch_name,
+                turn_number=fetched.turn_number,
+                snapshot_id=fetched.snapshot_id,
+            )
+            self._cache.record(node, fetched.position, taken.state_slot, mark)
+        request.first.lease = self._cache.lease(job.block_ids, taken.state_slot)
+        request.restore = RestoreOutcome(
+            position=fetched.position,
+            gpu_position=job.match.position,
+            tier=fetched.tier,
+            bytes=fetched.bytes,
+            milliseconds=(self._clock() - job.started) * 1e3,
+        )
+        self._forget(job)
+        return request
+
+    def _fail(self, job: _Job, reason: str, failed: bool) -> Request:
+        job.request.restore = RestoreOutcome(
+            gpu_position=job.match.position,
+            milliseconds=(self._clock() - job.started) * 1e3,
+            error=reason if failed else None,
+        )
+        self._forget(job)
+        return job.request
+
+    def _forget(self, job: _Job) -> None:
+        job.lease.release()
+        if job.taken is not None:
+            job.taken.release()
+        self._jobs.remove(job)
+
+    def close(self) -> None:
+        """Wait for the workers and give back what their jobs hold."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for job in list(self._jobs):
+            self._forget(job)

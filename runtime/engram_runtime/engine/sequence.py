@@ -1,0 +1,109 @@
+"""One sequence on the host: its tokens, what of it is computed, and what it holds in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engram_runtime.cache.manager import Chain, Lease
+from engram_runtime.cache.prefix_index import Match
+from engram_runtime.executor.plan import RowSampling
+
+
+class Status(Enum):
+    RESTORING = "restoring"
+    """A snapshot is being fetched; not yet known to the scheduler."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of the `n` sequences of a request.
+
+    `computed` counts tokens whose KV (and state) the executor has or will have once the steps already planned are
+    done; `high_water` is the most it ever was, so that work done twice is counted as recomputed. `splits` are the
+    positions at which a prefill chunk must end because something is captured there, ascending.
+    """
+
+    key: str
+    """Unique in the engine."""
+    tenant: str
+    prompt_ids: tuple[int, ...]
+    sampling: RowSampling
+    max_new_tokens: int
+    """0 for a background sequence: nothing is sampled."""
+    arrival: float
+    priority: int = 0
+    background: bool = False
+    use_prefix: bool = True
+    splits: tuple[int, ...] = ()
+    leader: Sequence | None = None
+    """The sibling whose prefill this one waits for."""
+
+    status: Status = Status.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    high_water: int = 0
+    in_flight: int = 0
+    """Tokens that planned steps will sample, not yet returned."""
+    block_ids: list[int] = field(default_factory=list)
+    state_slot: int | None = None
+    row: int | None = None
+    chain: Chain = field(init=False)
+    lease: Lease | None = None
+    """Keeps a restored prefix until admission."""
+    swap_handle: int | None = None
+    admitted: float | None = None
+    match: Match | None = None
+    """What the first admission found."""
+    prefix_tokens: int = 0
+    """Prompt tokens taken over from the cache at the first admission."""
+    prefilled_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.chain = Chain(self.tenant)
+
+    @property
+    def rank(self) -> tuple[bool, int, float, str]:
+        """Order of service: foreground first, lower priority value first, then first come."""
+        return (self.background, self.priority, self.arrival, self.key)
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def total(self) -> int:
+        return self.known + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to forward before the next one can be sampled."""
+        return self.total - self.computed
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token may be planned beyond those in flight."""
+        return self.background or len(self.output_ids) + self.in_flight < self.max_new_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """The next step feeds just the token sampled last."""
+        return self.remaining == 1 and self.computed >= len(self.prompt_ids)
+
+    def token_ids(self, first: int, last: int) -> tuple[int, ...]:
+        """Known tokens [first, last)."""
+        length = len(self.prompt_ids)
+        if last <= length:
+            return self.prompt_ids[first:last]
+        outputs = tuple(self.output_ids[max(0, first - length) : last - length])
+        return self.prompt_ids[first:length] + outputs if first < length else outputs
+
+    def next_split(self) -> int | None:
+        """The next position a chunk has to end at, beyond what is computed."""
+        return next((position for position in self.splits if position > self.computed), None)
