@@ -23,7 +23,7 @@ REPLY = "hello world"
 
 @dataclass
 class Fault:
-    """What goes wrong for a model: an error status, a dropped connection, a slow or cut answer; `times` then it heals."""
+    """What goes wrong for a model: an error status, a dropped connection, a slow or cut answer."""
 
     status: int = 0
     message: str = "boom"
