@@ -49,7 +49,7 @@ class Attention(nn.Module):
         q = q.view(tokens, self.heads, self.head_dim)
         k = k.view(tokens, self.kv_heads, self.head_dim)
         v = v.view(tokens, self.kv_heads, self.head_dim)
-        norms = ()
+        norms: tuple[Tensor, Tensor, float] | tuple[()] = ()
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = self._rope_append(q, k, v, meta.positions, self.rope, kv, meta.slots, *norms)

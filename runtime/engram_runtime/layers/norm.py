@@ -25,11 +25,6 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), each [T, size]."""
         return self._add_rms_norm(x, residual, self.weight, self.eps)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Normalise each head of [T, H, size] on its own."""
-        tokens, heads, size = x.shape
-        return self._rms_norm(x.reshape(tokens * heads, size), self.weight, self.eps).view(tokens, heads, size)
-
     def targets(self, key: str) -> Targets:
         """The target of `{key}.weight`."""
         return {f"{key}.weight": Target(self.weight)}
