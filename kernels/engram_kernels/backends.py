@@ -41,6 +41,7 @@ TRITON_OPS: tuple[str, ...] = (
     "paged_attention",
     "silu_and_mul",
     "logits",
+    "sample",
 )
 """Ops with a Triton kernel in `<op>/kernel.py`."""
 

@@ -122,7 +122,7 @@ def run(choice: Gemv | Skinny, x: Tensor, weight: Tensor, bias: Tensor | None, y
         part = torch.empty(choice.split, rows, n, dtype=torch.float32, device=x.device)
         count = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
     skinny[(-(-n // choice.bn), choice.split, -(-rows // choice.bm))](
-        x, weight, some_bias, y, part, count, rows, n, x.stride(0), y.stride(0), k, choice.bm, choice.bn, choice.bk,
+        x, weight, some_bias, y, part, count, rows, n, k, x.stride(0), y.stride(0), choice.bm, choice.bn, choice.bk,
         choice.split, choice.swap, choice.stages, bias is not None, pdl, num_warps=choice.warps, **kwargs,
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize=["M"])
 def skinny(
-    x, w, bias, y, part, count, M, N, x_stride, y_stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
+    x, w, bias, y, part, count, M, N, K, x_stride, y_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
     STAGES: tl.constexpr, BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of BN columns, split of K, tile of BM rows). part [SPLIT, M, N] fp32; count: zeros, left so."""
@@ -29,9 +29,9 @@ def skinny(
     m = pid_m * BM + tl.arange(0, BM)
     n = pid_n.to(tl.int64) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    SPAN: tl.constexpr = (K // BK + SPLIT - 1) // SPLIT * BK
-    first = pid_k * SPAN
-    last = tl.minimum(first + SPAN, K)
+    span = (K // BK + SPLIT - 1) // SPLIT * BK
+    first = pid_k * span
+    last = tl.minimum(first + span, K)
     w_rows = w + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
     x_rows = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     live = m[:, None] < M

@@ -1,0 +1,239 @@
+"""Sampling on the GPU: penalties, cuts, Gumbel noise and log-probabilities, without waiting for the device.
+
+A row is spread over many programs, because 64 rows of 152k logits are few rows but much to read: one launch finds
+maxima and log-sums per chunk, one perturbs and takes the best of each chunk, one puts the chunks together. Cuts add the
+passes of `cut.py`, only when the step has a row that asks for them. The noise is the reference's: Philox-4x32-10 keyed
+by the seed, counter (vocabulary id, position), Triton's own `tl.rand` stream, so a token depends on nothing else.
+Sources: Gumbel-max sampling; vLLM's in-kernel noise; Salmon et al. 2011 for Philox.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engram_kernels.launch import dependent_launch, next_power_of_2
+from engram_kernels.metadata import SampleOutput, SamplingTensors
+from engram_kernels.sample import cut
+
+CHUNK = 2048
+
+BIAS, PENALTIES, SUPPRESS = 0, 1, 2
+
+
+@triton.jit(do_not_specialize=["count"])
+def _edit(
+    logits, rows, ids, values, repetition, frequency, presence, count, V,
+    MODE: tl.constexpr, REP: tl.constexpr, FREQ: tl.constexpr, PRES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Change the listed (row, id) pairs of logits in place: add values, penalise by counts, or forbid."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = i < count
+    row = tl.load(rows + i, mask=keep, other=0).to(tl.int64)
+    at = logits + row * V + tl.load(ids + i, mask=keep, other=0)
+    if MODE == 0:
+        value = tl.load(at, mask=keep, other=0.0) + tl.load(values + i, mask=keep, other=0.0)
+    elif MODE == 1:
+        value = tl.load(at, mask=keep, other=0.0)
+        times = tl.load(values + i, mask=keep, other=0).to(tl.float32)
+        if REP:
+            factor = tl.load(repetition + row, mask=keep, other=1.0)
+            value = tl.where(value > 0, value / factor, value * factor)
+        if FREQ:
+            value -= tl.load(frequency + row, mask=keep, other=0.0) * times
+        if PRES:
+            value -= tl.load(presence + row, mask=keep, other=0.0) * tl.where(times > 0, 1.0, 0.0)
+    else:
+        value = tl.full((BLOCK,), float("-inf"), tl.float32)
+    tl.store(at, value, mask=keep)
+
+
+@triton.jit
+def _survey(
+    raw, shaped, tops, top_ids, raw_tops, raw_sums, V,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAME: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): the chunk's largest shaped logit and its id; maximum and sum of exp of the raw logits."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    at = row.to(tl.int64) * V + v
+    value = tl.load(raw + at, mask=v < V, other=float("-inf"))
+    top = tl.max(value, 0)
+    slot = row * CHUNKS + chunk
+    tl.store(raw_tops + slot, top)
+    tl.store(raw_sums + slot, tl.sum(tl.exp(value - tl.maximum(top, -1e30)), 0))
+    if not SAME:
+        value = tl.load(shaped + at, mask=v < V, other=float("-inf"))
+        top = tl.max(value, 0)
+    tl.store(tops + slot, top)
+    tl.store(top_ids + slot, chunk * CHUNK + tl.argmax(value, 0, tie_break_left=True))
+
+
+@triton.jit
+def _draw(
+    shaped, tops, temperature, seeds, positions, min_p, k_cut, p_cut, drawn, drawn_ids, V,
+    MIN_P: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    CP: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk) of a row with a temperature: the chunk's largest perturbed logit that no cut removed."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    t = tl.load(temperature + row)
+    if t > 0.0:
+        v = chunk * CHUNK + tl.arange(0, CHUNK)
+        scaled = cut.scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+        keep = v < V
+        if TOP_K:
+            keep = keep & (cut.key_of(scaled) <= tl.load(k_cut + row))
+        if TOP_P:
+            keep = keep & (cut.key_of(scaled) <= tl.load(p_cut + row))
+        if MIN_P:
+            keep = keep & (scaled >= tl.minimum(tl.log(tl.load(min_p + row)), 0.0))
+        offset = (tl.load(positions + row).to(tl.int64) << 32) | v.to(tl.int64)
+        uniform = tl.rand(tl.load(seeds + row), offset)
+        noisy = tl.where(keep, scaled - tl.log(-tl.log(uniform)), float("-inf"))
+        slot = row * CHUNKS + chunk
+        tl.store(drawn + slot, tl.max(noisy, 0))
+        tl.store(drawn_ids + slot, chunk * CHUNK + tl.argmax(noisy, 0, tie_break_left=True))
+
+
+@triton.jit
+def _finish(
+    raw, tops, top_ids, raw_tops, raw_sums, drawn, drawn_ids, temperature, tokens, logprobs, normalisers, V,
+    DRAW: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): put the chunks together."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    c = tl.arange(0, CP)
+    live = c < CHUNKS
+    slot = row * CHUNKS + c
+    peak = tl.load(raw_tops + slot, mask=live, other=float("-inf"))
+    most = tl.max(peak, 0)
+    total = tl.sum(tl.load(raw_sums + slot, mask=live, other=0.0) * tl.exp(peak - most), 0)
+    normaliser = most + tl.log(total)
+    values = tl.load(tops + slot, mask=live, other=float("-inf"))
+    best = tl.argmax(values, 0, tie_break_left=True)
+    token = tl.load(top_ids + row * CHUNKS + best)
+    if DRAW:  # noqa: SIM102 - the inner test is made on the GPU, the outer one when the kernel is compiled
+        if tl.load(temperature + row) > 0.0:
+            values = tl.load(drawn + slot, mask=live, other=float("-inf"))
+            best = tl.argmax(values, 0, tie_break_left=True)
+            token = tl.load(drawn_ids + row * CHUNKS + best)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, tl.load(raw + row.to(tl.int64) * V + token) - normaliser)
+    tl.store(normalisers + row, normaliser)
+
+
+def sample(logits: Tensor, s: SamplingTensors) -> SampleOutput:
+    """logits [R, V] fp32, not modified; as the reference. Raises ValueError for a temperature without seeds."""
+    rows, vocab = logits.shape
+    logits = logits.contiguous()
+    if s.temperature is not None and (s.seeds is None or s.positions is None):
+        raise ValueError("seeds and positions are needed when a temperature is given")
+    device = logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    normalisers = torch.empty(rows, dtype=torch.float32, device=device)
+    if rows:
+        _choose(logits, _shaped(logits, s), s, tokens, logprobs, normalisers)
+    if not s.num_logprobs:
+        return SampleOutput(tokens, logprobs, None, None)
+    top, top_ids = logits.topk(min(s.num_logprobs, vocab), dim=-1)
+    return SampleOutput(tokens, logprobs, top - normalisers[:, None], top_ids)
+
+
+def _shaped(logits: Tensor, s: SamplingTensors) -> Tensor:
+    """The logits after bias, penalties and suppression: a copy when there is anything to change."""
+    penalised = s.seen is not None and s.seen[0].numel() > 0
+    if s.logit_bias is None and s.suppress is None and not penalised:
+        return logits
+    shaped = logits.clone()
+    if s.logit_bias is not None:
+        _launch_edit(shaped, *s.logit_bias, BIAS, s)
+    if s.seen is not None and penalised:
+        _launch_edit(shaped, *s.seen, PENALTIES, s)
+    if s.suppress is not None:
+        _launch_edit(shaped, *s.suppress, s.suppress[1], SUPPRESS, s)
+    return shaped
+
+
+def _launch_edit(shaped: Tensor, rows: Tensor, ids: Tensor, values: Tensor, mode: int, s: SamplingTensors) -> None:
+    count = rows.numel()
+    if not count:
+        return
+    penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+    used = [mode == PENALTIES and penalty is not None for penalty in penalties]
+    _edit[(-(-count // 256),)](
+        shaped, rows, ids, values, *[shaped if penalty is None else penalty for penalty in penalties], count,
+        shaped.shape[1], mode, *used, 256, num_warps=2,
+    )  # fmt: skip
+
+
+def _choose(
+    raw: Tensor, shaped: Tensor, s: SamplingTensors, tokens: Tensor, logprobs: Tensor, normalisers: Tensor
+) -> None:
+    rows, vocab = raw.shape
+    chunks = -(-vocab // CHUNK)
+    padded = next_power_of_2(chunks)
+    pdl = dependent_launch(raw)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    tops, raw_tops, raw_sums, drawn = torch.empty(4, rows, chunks, dtype=torch.float32, device=raw.device)
+    top_ids, drawn_ids = torch.empty(2, rows, chunks, dtype=torch.int32, device=raw.device)
+    _survey[(rows, chunks)](
+        raw, shaped, tops, top_ids, raw_tops, raw_sums, vocab, CHUNK, chunks, shaped is raw, pdl, num_warps=4, **kwargs
+    )
+    temperature = s.temperature
+    if temperature is not None and s.seeds is not None and s.positions is not None:
+        k_cut = p_cut = None
+        if s.top_k is not None:
+            k_cut = _find_cut(shaped, tops, temperature, s.top_k, None, mass=False)
+        if s.top_p is not None:
+            p_cut = _find_cut(shaped, tops, temperature, s.top_p, k_cut, mass=True)
+        _draw[(rows, chunks)](
+            shaped, tops, temperature, s.seeds, s.positions, tops if s.min_p is None else s.min_p,
+            tops if k_cut is None else k_cut, tops if p_cut is None else p_cut, drawn, drawn_ids, vocab,
+            s.min_p is not None, k_cut is not None, p_cut is not None, CHUNK, chunks, padded, pdl,
+            num_warps=4, **kwargs,
+        )  # fmt: skip
+    _finish[(rows,)](
+        raw, tops, top_ids, raw_tops, raw_sums, drawn, drawn_ids, tops if temperature is None else temperature, tokens,
+        logprobs, normalisers, vocab, temperature is not None, chunks, padded, pdl, num_warps=4, **kwargs,
+    )  # fmt: skip
+
+
+def _find_cut(
+    shaped: Tensor, tops: Tensor, temperature: Tensor, wanted: Tensor, within: Tensor | None, *, mass: bool
+) -> Tensor:
+    """[R] int32: keys above it are cut by top-k, or with `mass` by top-p over the keys up to `within`."""
+    rows, vocab = shaped.shape
+    chunks = tops.shape[1]
+    padded = next_power_of_2(chunks)
+    pdl = dependent_launch(shaped)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    sums = torch.empty(cut.PASSES, rows, chunks, 16, dtype=torch.float32, device=shaped.device)
+    bases = torch.empty(cut.PASSES + 1, rows, dtype=torch.int32, device=shaped.device)
+    found = torch.empty(rows, dtype=torch.int32, device=shaped.device)
+    for step, shift in enumerate(cut.SHIFTS):
+        cut.measure[(rows, chunks)](
+            shaped, tops, temperature, wanted, bases if within is None else within, sums, bases, rows, vocab,
+            step, shift, cut.SHIFTS[step - 1] if step else 0, mass, within is not None, CHUNK, chunks, padded, pdl,
+            num_warps=4, **kwargs,
+        )  # fmt: skip
+    cut.settle[(rows,)](
+        temperature, wanted, sums, bases, found, rows, vocab, cut.PASSES, mass, chunks, padded, pdl,
+        num_warps=4, **kwargs,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,169 @@
+"""Search launch parameters of small linear layers on this GPU: GEMV, split-K tiles or cuBLAS per shape and row count.
+
+    PYTHONPATH=kernels:. python tests/bench/tune_linear.py [--shapes 4096x1024,...] [--rows 1,4,64]
+
+Every candidate's output is checked against fp32 before it is timed; the winners go to tune_linear.json in the form of a
+tuning table ("linear" section of kernels/engram_kernels/tuning/<gpu>.json). Workers compile the candidates first, in
+parallel, into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+import triton
+
+from engram_kernels.linear.kernel import Gemv, Skinny, run
+from tests.bench.gpu_timing import COPY_TBS, save, time_us
+
+SHAPES = {  # N x K of the models in bars.md
+    "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072),
+    "0.6B head": (151936, 1024), "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (24576, 4096),
+    "8B down": (4096, 12288), "8B head": (151936, 4096), "llama gate_up": (28672, 4096), "llama down": (4096, 14336),
+    "llama head": (128256, 4096),
+}  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def gemv_candidates(k: int, rows: int) -> list[Gemv]:
+    """Packed weights fill 4 to 64 registers of a thread."""
+    found = []
+    for bn in (1, 2, 4, 8):
+        for tiles in (1, 2, 3, 4):
+            bk = triton.next_power_of_2(-(-k // tiles))
+            if -(-k // bk) != tiles or bk * tiles > 4 * k // 3 + 1:
+                continue
+            for warps in (2, 4, 8):
+                registers = bn * bk * tiles // 2 // (32 * warps)
+                if 4 <= registers <= 48 and bn * bk // (32 * warps) <= 64 and not (rows > 2 and bn < 2):
+                    found.append(Gemv(bn, bk, warps))
+    return found
+
+
+TILES = {  # bn, bk, swap, stages, warps
+    16: [(64, 128, 1, 4, 4), (64, 256, 1, 3, 4), (32, 256, 0, 4, 4), (32, 128, 0, 5, 4), (64, 64, 1, 6, 4),
+         (16, 256, 0, 4, 4), (128, 128, 1, 4, 4)],
+    32: [(64, 128, 1, 4, 4), (64, 256, 1, 3, 4), (32, 256, 0, 4, 4), (64, 64, 1, 6, 4), (128, 128, 1, 4, 4)],
+    64: [(64, 128, 1, 4, 4), (32, 128, 0, 5, 4), (32, 256, 0, 3, 4), (64, 128, 0, 4, 4), (128, 64, 1, 4, 8),
+         (64, 64, 1, 6, 4)],
+}  # fmt: skip
+
+
+def skinny_candidates(rows: int, n: int, k: int) -> list[Skinny]:
+    bm = max(16, rows)
+    found = []
+    for bn, bk, swap, stages, warps in TILES[bm]:
+        tiles = -(-n // bn)
+        for split in (1, 2, 4, 8):
+            programs = tiles * split
+            if k % bk or k // bk // split < 2 or (split > 1 and programs > 132 * 5) or programs < 60:
+                continue
+            found.append(Skinny(bm, bn, bk, split, bool(swap), stages, warps))
+    return found
+
+
+def candidates(rows: int, n: int, k: int) -> list[Gemv | Skinny]:
+    gemvs = gemv_candidates(k, rows) if rows <= 8 else []
+    return [*gemvs, *(skinny_candidates(rows, n, k) if rows > 1 else [])]
+
+
+def compile_share(shapes: list[tuple[int, int]], rows: list[int], part: int, parts: int) -> None:
+    """Compile every parts-th distinct kernel by running it once on a short weight matrix."""
+    distinct: dict[object, tuple[Gemv | Skinny, int, int, bool]] = {}
+    for n, k in shapes:
+        for count in rows:
+            for choice in candidates(count, n, k):
+                head = n > 100_000
+                key = (choice, head, (count, k) if isinstance(choice, Gemv) else None)
+                distinct.setdefault(key, (choice, count, k, head))
+    for choice, count, k, head in list(distinct.values())[part::parts]:
+        x = torch.zeros(count, k, dtype=torch.bfloat16, device="cuda")
+        weight = torch.zeros(256, k, dtype=torch.bfloat16, device="cuda")
+        y = torch.empty(count, 256, dtype=torch.float32 if head else torch.bfloat16, device="cuda")
+        try:
+            run(choice, x, weight, None, y)
+        except Exception as error:
+            print("cannot compile", choice, repr(error)[:200], file=sys.stderr)
+
+
+def tune(n: int, k: int, rows: int, weights: list[torch.Tensor]) -> dict[str, object]:
+    """The table entry of one shape and row count, with its time and cuBLAS's in microseconds."""
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    dtype = torch.float32 if n > 100_000 else torch.bfloat16  # the vocabulary projection returns fp32
+    y = torch.empty(rows, n, dtype=dtype, device="cuda")
+    expected = x.float() @ weights[0].float().t()
+    many = [weights[i % len(weights)] for i in range(max(len(weights), 8))]
+    if dtype == torch.float32:
+        cublas = time_us([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in many])
+    else:
+        cublas = time_us([lambda w=w: torch.mm(x, w.t(), out=y) for w in many])
+    best: tuple[float, Gemv | Skinny | None] = (cublas, None)
+    for choice in candidates(rows, n, k):
+        try:
+            y.fill_(float("nan"))
+            run(choice, x, weights[0], None, y)
+            error = ((y.float() - expected).norm() / expected.norm()).item()
+            if not error < 4e-3:
+                print("WRONG", n, k, rows, choice, error, flush=True)
+                continue
+            us = time_us([lambda w=w, c=choice: run(c, x, w, None, y) for w in many], 2.0)
+        except Exception as failure:
+            print("FAIL", n, k, rows, choice, repr(failure)[:150], flush=True)
+            continue
+        if us < best[0]:
+            best = (us, choice)
+    us, choice = best
+    entry: dict[str, object] = {"kind": "cublas"}
+    if isinstance(choice, Gemv):
+        entry = {"kind": "gemv", "bn": choice.bn, "bk": choice.bk, "warps": choice.warps}
+    elif isinstance(choice, Skinny):
+        entry = {
+            "kind": "skinny", "bm": choice.bm, "bn": choice.bn, "bk": choice.bk, "split": choice.split,
+            "swap": int(choice.swap), "stages": choice.stages, "warps": choice.warps,
+        }  # fmt: skip
+    rate = n * k * 2 / us / 1e6
+    print(f"{n}x{k} rows {rows}: {us:.2f} us ({rate / COPY_TBS:.0%}), cuBLAS {cublas:.2f}, {entry}", flush=True)
+    return {**entry, "us": round(us, 2), "cublas_us": round(cublas, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES.values()))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new shapes after this long")
+    parser.add_argument("--compile", default="", help="part/parts: only fill the compile cache")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    rows = [int(count) for count in args.rows.split(",")]
+    if args.compile:
+        part, parts = map(int, args.compile.split("/"))
+        compile_share(shapes, rows, part, parts)  # type: ignore[arg-type]
+        return
+    began = time.monotonic()
+    workers = [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--compile", f"{part}/{args.workers}"])
+        for part in range(args.workers)
+    ]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    table: dict[str, object] = {}
+    for n, k in shapes:
+        if time.monotonic() - began > args.seconds:
+            print(f"out of time before {n}x{k}", flush=True)
+            break
+        copies = max(2, min(24, -(-(320 << 20) // (n * k * 2))))
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.05 for _ in range(copies)]
+        for count in rows:
+            table[f"rows={count},n={n},k={k}"] = tune(n, k, count, weights)
+        del weights
+        save("tune_linear.json", {"linear": table})
+
+
+if __name__ == "__main__":
+    main()

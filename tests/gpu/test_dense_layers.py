@@ -1,0 +1,135 @@
+"""Norms, rotary with KV append, activation, embedding, linear layers, logits: GPU against higher precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram_kernels.embedding.kernel import embedding
+from engram_kernels.launch import multiprocessors
+from engram_kernels.linear.kernel import MAX_ROWS, Gemv, linear, plan, run
+from engram_kernels.logits.kernel import logits
+from engram_kernels.rms_norm.kernel import add_rms_norm, rms_norm
+from engram_kernels.rms_norm.reference import rms_norm as rms_norm_reference
+from engram_kernels.rope_append.kernel import rope_append
+from engram_kernels.rope_append.reference import rope_append as rope_append_reference
+from engram_kernels.silu_and_mul.kernel import silu_and_mul
+from engram_kernels.tuning import load_table
+from tests.support.kernel_cases import relative_error
+
+BF16 = torch.bfloat16
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(BF16)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 2000])
+@pytest.mark.parametrize("width", [128, 1024, 1536, 4096, 5120])
+def test_norms(rows: int, width: int) -> None:
+    x, residual, weight = _random(rows, width), _random(rows, width), _random(width)
+    assert relative_error(rms_norm(x, weight, 1e-6), rms_norm_reference(x.double(), weight.double(), 1e-6)) < 3e-3
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    expected = rms_norm_reference((x + residual).double(), weight.double(), 1e-6)
+    assert relative_error(normed, expected) < 3e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 128), (9, 3, 64), (28, 4, 128)])
+@pytest.mark.parametrize("tokens", [1, 5, 900])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("rotated", [1.0, 0.5, 0.0])
+def test_rope_append(heads: int, kv_heads: int, dim: int, tokens: int, norm: bool, rotated: float) -> None:
+    wide = _random(tokens, (heads + 2 * kv_heads) * dim)
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    q, k, v = (part.view(tokens, -1, dim) for part in wide.split(sizes, dim=-1))
+    positions = torch.randint(0, 5000, (tokens,), device="cuda")
+    blocks = tokens // 16 + 8
+    slots = torch.randperm(blocks * 16, device="cuda")[:tokens]
+    half = int(dim * rotated) // 2
+    angle = torch.randn(5000, half, device="cuda")
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1) if half else None
+    weights = (_random(dim), _random(dim)) if norm else (None, None)
+    kv = torch.zeros(2, blocks, kv_heads, 16, dim, device="cuda", dtype=BF16)
+    expected_kv = torch.zeros(2, blocks, kv_heads, 16, dim, device="cuda", dtype=torch.float32)
+    out = rope_append(q, k, v, positions, cos_sin, kv, slots, *weights)
+    wider = [None if w is None else w.float() for w in weights]
+    expected = rope_append_reference(
+        q.float(), k.float(), v.float(), positions, cos_sin, expected_kv, slots, wider[0], wider[1]
+    )
+    assert relative_error(out, expected) < 3e-3
+    assert relative_error(kv, expected_kv) < 3e-3
+    assert torch.equal(kv == 0, expected_kv.to(BF16) == 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 6144), (7, 24576), (1000, 3072)])
+def test_silu_and_mul(shape: tuple[int, int]) -> None:
+    x = _random(*shape)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert relative_error(silu_and_mul(x), torch.nn.functional.silu(gate) * up) < 3e-3
+
+
+def test_embedding() -> None:
+    weight = _random(151936, 1024)
+    ids = torch.randint(0, 151936, (77,), device="cuda")
+    assert torch.equal(embedding(ids, weight), weight[ids])
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (1000, 1536), (48, 272)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 33, 64, 65, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(n: int, k: int, rows: int, bias: bool) -> None:
+    x, weight = _random(rows, k), _random(n, k, scale=0.05)
+    b = _random(n) if bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    for _ in range(3):
+        assert relative_error(linear(x, weight, b), expected) < 3e-3
+
+
+TUNED = sorted(load_table("nvidia_h200").get("linear", {}))
+
+
+@pytest.mark.parametrize("key", TUNED)
+def test_every_shipped_tuning(key: str) -> None:
+    """A tile can be wrong on the GPU and right in the interpreter: every entry of the table runs here."""
+    rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
+    choice = plan(rows, n, k, multiprocessors(torch.empty(0, device="cuda")))
+    if choice is None:
+        return
+    for count in {rows, rows // 2 + 1}:
+        x, weight = _random(count, k), _random(n, k, scale=0.05)
+        y = torch.full((count, n), float("nan"), device="cuda")
+        run(choice, x, weight, None, y)
+        expected = x.float() @ weight.float().t()
+        assert relative_error(y, expected) < 1e-3
+    if isinstance(choice, Gemv):
+        assert choice.bk * 4 >= k
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64, MAX_ROWS + 1])
+def test_logits_keep_fp32(rows: int) -> None:
+    hidden, weight = _random(rows, 1024), _random(20000, 1024, scale=0.05)
+    out = logits(hidden, weight)
+    assert out.dtype == torch.float32
+    assert relative_error(out, hidden.double() @ weight.double().t()) < 1e-4
+
+
+def test_a_chain_of_dependent_launches_is_bitwise_repeatable() -> None:
+    """GEMVs that load weights early, split tiles that count arrivals: 50 runs of a chain in one graph agree."""
+    weights = [_random(2048, 2048, scale=0.02) for _ in range(4)]
+    norm = _random(2048)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = rms_norm(linear(x, weight), norm, 1e-6)
+        return x
+
+    for rows in (1, 4, 16, 64):
+        x = _random(rows, 2048)
+        expected = chain(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [chain(x) for _ in range(50)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs)

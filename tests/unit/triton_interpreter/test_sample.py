@@ -1,0 +1,83 @@
+"""The sampling kernels choose the reference's tokens: same random stream, same cuts, same log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram_kernels.metadata import SamplingTensors
+from engram_kernels.sample import kernel
+from engram_kernels.sample.reference import sample as reference
+
+ROWS, VOCAB = 4, 120
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "CHUNK", 64)
+
+
+def _tensors(**fields: object) -> SamplingTensors:
+    return SamplingTensors(
+        temperature=torch.tensor([0.0, 1.0, 1e-4, 2.0]),
+        seeds=torch.tensor([1, 2, -3, 2**40 + 5]),
+        positions=torch.tensor([0, 7, 7, 2**20]),
+        **fields,
+    )
+
+
+CUTS = {
+    "none": {},
+    "top_k": {"top_k": torch.tensor([3, 1, 0, 5])},
+    "top_p": {"top_p": torch.tensor([0.5, 0.9, 0.1, 0.999])},
+    "min_p": {"min_p": torch.tensor([0.0, 0.1, 0.5, 1.0])},
+    "all": {
+        "top_k": torch.tensor([0, 20, 0, 50]),
+        "top_p": torch.tensor([0.5, 0.9, 0.3, 1.0]),
+        "min_p": torch.tensor([0.0, 0.01, 0.0, 0.05]),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "ties"), [*((name, False) for name in CUTS), ("all", True)])
+def test_tokens_equal_the_reference(name: str, ties: bool) -> None:
+    logits = torch.randn(ROWS, VOCAB) * 3
+    if ties:
+        logits = logits.round()
+    s = _tensors(**CUTS[name], num_logprobs=3)
+    got, expected = kernel.sample(logits, s), reference(logits, s)
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(got.logprobs, expected.logprobs)
+    assert got.top_logprobs is not None
+    torch.testing.assert_close(got.top_logprobs, expected.top_logprobs)
+
+
+def test_penalties_bias_and_suppression() -> None:
+    logits = torch.randn(ROWS, VOCAB)
+    before = logits.clone()
+    rows, ids = torch.tensor([0, 0, 1, 3]), torch.tensor([4, 9, 4, 100])
+    s = _tensors(
+        seen=(rows, ids, torch.tensor([2, 0, 1, 3])),
+        repetition_penalty=torch.full((ROWS,), 1.5),
+        frequency_penalty=torch.full((ROWS,), 0.3),
+        presence_penalty=torch.full((ROWS,), 0.2),
+        logit_bias=(torch.tensor([0, 2, 3]), torch.tensor([4, 7, 8]), torch.tensor([9.0, 50.0, -3.0])),
+        suppress=(torch.tensor([2, 3]), torch.tensor([7, 0])),
+    )
+    got, expected = kernel.sample(logits, s), reference(logits, s)
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(got.logprobs, expected.logprobs)
+    assert torch.equal(logits, before)
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [70, 110]] = 1.0
+    got = kernel.sample(logits, SamplingTensors())
+    assert got.token_ids.tolist() == [70, 0]
+    torch.testing.assert_close(got.logprobs, logits.log_softmax(-1)[[0, 1], got.token_ids])
+
+
+def test_a_temperature_needs_seeds() -> None:
+    with pytest.raises(ValueError, match="seeds"):
+        kernel.sample(torch.zeros(1, 8), SamplingTensors(temperature=torch.ones(1)))
