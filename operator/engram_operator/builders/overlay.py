@@ -27,6 +27,18 @@ _MERGE_KEYS = {
 }
 _APPENDED = frozenset({"tolerations", "topologySpreadConstraints"})
 _HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
+_SET_BY_US = ("restartPolicy", "serviceAccount", "serviceAccountName", "hostname", "subdomain", "nodeName")
+_POD_TYPES = {
+    **dict.fromkeys(("containers", "initContainers", "volumes", "tolerations", "topologySpreadConstraints"), "objects"),
+    **dict.fromkeys(("imagePullSecrets", "hostAliases", "ephemeralContainers"), "objects"),
+    **dict.fromkeys(("securityContext", "affinity", "nodeSelector"), "object"),
+}
+_CONTAINER_TYPES = {
+    **dict.fromkeys(("env", "envFrom", "ports", "volumeMounts"), "objects"),
+    **dict.fromkeys(("securityContext", "resources", "lifecycle"), "object"),
+    **dict.fromkeys(("startupProbe", "readinessProbe", "livenessProbe"), "object"),
+    **dict.fromkeys(("command", "args"), "strings"),
+}
 _WHERE = "spec.podTemplate"
 
 
@@ -84,34 +96,62 @@ def _replaces_source(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _shape_problems(template: Mapping[str, Any], overlay: Mapping[str, Any]) -> Iterator[str]:
+    """What can be said without the pod's schema: the API server's dry-run says the rest."""
     yield from _unknown(overlay, ("metadata", "spec"), _WHERE)
-    meta, spec = overlay.get("metadata") or {}, overlay.get("spec") or {}
+    meta, spec = overlay.get("metadata", {}), overlay.get("spec", {})
     for value, where in ((meta, "metadata"), (spec, "spec")):
         if not isinstance(value, Mapping):
             yield f"{_WHERE}.{where}: must be an object"
             return
     yield from _unknown(meta, ("labels", "annotations"), f"{_WHERE}.metadata")
     for field in ("labels", "annotations"):
-        entries = meta.get(field) or {}
+        entries = meta.get(field, {})
         ours = template["metadata"][field]
-        if not isinstance(entries, Mapping) or not all(isinstance(v, str) for v in entries.values()):
+        if not isinstance(entries, Mapping) or not all(isinstance(value, str) for value in entries.values()):
             yield f"{_WHERE}.metadata.{field}: must map strings to strings (quote numbers and booleans)"
             continue
         yield from (f"{_WHERE}.metadata.{field}.{name}: is set by the operator" for name in entries if name in ours)
-    for field in ("restartPolicy", "serviceAccount", "serviceAccountName", "hostname", "subdomain", "nodeName"):
+    for field in _SET_BY_US:
         if field in spec:
             other = "; use spec.serviceAccountName" if field.startswith("serviceAccount") else ""
             yield f"{_WHERE}.spec.{field}: may not be set{other}"
+    yield from _type_problems(spec, _POD_TYPES, f"{_WHERE}.spec")
     for field in ("containers", "initContainers", "volumes"):
-        entries = spec.get(field) or []
-        if not isinstance(entries, list):
-            yield f"{_WHERE}.spec.{field}: must be a list"
+        for index, entry in enumerate(_objects(spec.get(field))):
+            where = f"{_WHERE}.spec.{field}[{index}]"
+            if not isinstance(entry.get("name"), str):
+                yield f"{where}.name: required"
+            if field != "volumes":
+                yield from _type_problems(entry, _CONTAINER_TYPES, where)
+                yield from _context_problems(entry.get("securityContext"), f"{where}.securityContext")
+            if field == "containers" and entry.get("name") == ENGINE and "args" in entry:
+                yield f"{where}.args: use spec.engine.args"
+    yield from _context_problems(spec.get("securityContext"), f"{_WHERE}.spec.securityContext")
+
+
+def _type_problems(value: Mapping[str, Any], types: Mapping[str, str], where: str) -> Iterator[str]:
+    for field, kind in types.items():
+        if field not in value:
             continue
-        for index, entry in enumerate(entries):
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-                yield f"{_WHERE}.spec.{field}[{index}].name: required"
-            elif field == "containers" and entry["name"] == ENGINE and "args" in entry:
-                yield f"{_WHERE}.spec.containers[{index}].args: use spec.engine.args"
+        found = value[field]
+        if kind == "object" and not isinstance(found, Mapping | None):
+            yield f"{where}.{field}: must be an object"
+        elif kind == "objects" and not (isinstance(found, list) and all(isinstance(item, Mapping) for item in found)):
+            yield f"{where}.{field}: must be a list of objects"
+        elif kind == "strings" and not (isinstance(found, list) and all(isinstance(item, str) for item in found)):
+            yield f"{where}.{field}: must be a list of strings"
+
+
+def _context_problems(context: Any, where: str) -> Iterator[str]:
+    if isinstance(context, Mapping):
+        yield from _type_problems(context, {"seccompProfile": "object", "capabilities": "object"}, where)
+        capabilities = context.get("capabilities")
+        if isinstance(capabilities, Mapping):
+            yield from _type_problems(capabilities, {"add": "strings", "drop": "strings"}, f"{where}.capabilities")
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _unsafe(spec: Mapping[str, Any]) -> Iterator[str]:

@@ -25,7 +25,7 @@ Replica i listens on 127.0.0.1, port-base + i, its admin port 1000 above. Client
 endpoints.json in the state folder, which the LiteLLM provider reads. Ctrl-C drains; a second one ends at once.
 """
 EPILOG = """\
-Volumes live in the state folder: those of a pod's own life in pods/, claims in volumes/, the tenant key in keys/.
+The state folder holds the volumes, those of a pod's own life in pods/, claims in volumes/; and the tenant key.
 A Secret's key is a line NAME__KEY=value of the --env-file, the name in capitals with _ for - and . .
 """
 

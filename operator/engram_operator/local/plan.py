@@ -223,7 +223,7 @@ class _Volumes:
 
     def secret_value(self, reference: Mapping[str, Any], where: str) -> str | None:
         """A variable from a Secret; None when it is optional and not given."""
-        data = self._secrets.read(self.namespace, reference["name"])
+        data = self._secrets.read(reference["name"])
         if reference["key"] in data:
             return data[reference["key"]].decode()
         if not reference.get("optional"):
@@ -231,7 +231,7 @@ class _Volumes:
         return None
 
     def _add_secret(self, folder: Path, secret: str, source: Mapping[str, Any]) -> None:
-        data = self._secrets.read(self.namespace, secret)
+        data = self._secrets.read(secret)
         optional = source.get("optional", False)
         items = source.get("items")
         wanted = {item["key"]: item["path"] for item in items} if items else {key: key for key in data}

@@ -56,18 +56,18 @@ def _unquoted(text: str) -> str | None:
 
 
 class LocalSecrets:
-    """Secrets by namespace and name."""
+    """Secrets by name; all namespaces of one machine share them."""
 
     def __init__(self, state_dir: Path, entries: Mapping[tuple[str, str], str]) -> None:
-        self._keys_dir = state_dir / "keys"
+        self._tenant_key = state_dir / "tenant-key"  # the one that `engram serve` makes and uses too
         self._entries = dict(entries)
 
-    def read(self, namespace: str, name: str) -> dict[str, bytes]:
+    def read(self, name: str) -> dict[str, bytes]:
         """The Secret's data; empty when nobody gave it. The tenant key is made when nobody gave one."""
         prefix = variable_prefix(name)
         data = {key: value.encode() for (secret, key), value in self._entries.items() if secret == prefix}
         if not data and name == TENANT_KEY_SECRET:
-            return {TENANT_KEY_KEY: tenant_key(self._keys_dir / namespace / TENANT_KEY_SECRET)}
+            return {TENANT_KEY_KEY: tenant_key(self._tenant_key)}
         return data
 
 

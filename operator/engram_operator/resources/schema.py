@@ -87,7 +87,7 @@ class Schemas:
             raise ResourceError(problems)
         kind = document["kind"]
         schema = self._schemas[kind]
-        admitted: dict[str, Any] = _without_nulls(copy.deepcopy(dict(document)))
+        admitted: dict[str, Any] = _without_nulls(schema, copy.deepcopy(dict(document)))
         problems += _unknown_fields(schema, admitted, "")
         _fill_defaults(schema, admitted)
         validator = jsonschema.Draft202012Validator(self._plain[kind])
@@ -161,12 +161,15 @@ def _plain(schema: Any) -> Any:
     return plain
 
 
-def _without_nulls(value: Any) -> Any:
-    """Null for a field that is not nullable counts as absent, as in the API server."""
+def _without_nulls(schema: Mapping[str, Any], value: Any) -> Any:
+    """Null for a field that is not nullable counts as absent, as in the API server; where anything goes, it stays."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return value
     if isinstance(value, dict):
-        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+        known = schema.get("properties") or {}
+        return {key: _without_nulls(known.get(key, {}), child) for key, child in value.items() if child is not None}
     if isinstance(value, list):
-        return [_without_nulls(child) for child in value]
+        return [_without_nulls(schema.get("items") or {}, child) for child in value]
     return value
 
 
