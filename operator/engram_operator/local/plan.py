@@ -124,7 +124,6 @@ def plan_pod(
         volumes.keep_claim(claim, f"{claim}-{name}")
     for volume in pod.get("volumes") or []:
         volumes.add(volume)
-    problems += volumes.problems
     ports = {"http": http_port, "admin": admin_port}
     containers = []
     for container in [*(pod.get("initContainers") or []), *pod["containers"]]:
@@ -132,7 +131,7 @@ def plan_pod(
             containers.append(_container(container, volumes, ports, gpus, spec["template"]["metadata"], machine))
         except ResourceError as error:
             problems += error.problems
-    if problems:
+    if problems := [*volumes.problems, *problems]:
         raise ResourceError(problems)
     return LocalPod(
         namespace=metadata["namespace"],

@@ -16,8 +16,9 @@ _TAIL_BYTES = 4096
 class ContainerProcess:
     """A running container. `lock` is inherited by it, so that a process left behind keeps its pod's lock."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, pid_file: Path) -> None:
         self._process = process
+        self._pid_file = pid_file
         self.log = log
 
     @classmethod
@@ -38,8 +39,9 @@ class ContainerProcess:
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to handle, in order
                 pass_fds=(lock,),
             )
-        (folder / f"{container.name}.pid").write_text(str(process.pid))
-        return cls(process, log)
+        pid_file = folder / f"{container.name}.pid"
+        pid_file.write_text(str(process.pid))
+        return cls(process, log, pid_file)
 
     @property
     def pid(self) -> int:
@@ -51,6 +53,7 @@ class ContainerProcess:
             return await self._process.wait()
         finally:
             self._signal_group(signal.SIGKILL)
+            self._pid_file.unlink(missing_ok=True)
 
     async def stop(self, grace_seconds: float, hurry: asyncio.Event) -> int:
         """SIGTERM, then SIGKILL after the grace time or as soon as `hurry` is set."""
