@@ -28,7 +28,7 @@ def desired(model: EngramModel, policy: SnapshotPolicy | None, settings: BuildSe
     if model.disruption.enabled and model.replicas > 1 and not model.suspend:
         objects.append(workload.disruption_budget(model))
     if model.monitoring.enabled:
-        objects.append(workload.service_monitor(model))
+        objects.append(workload.pod_monitor(model))
     if model.network_policy.enabled:
         objects.append(workload.network_policy(model, settings))
     return objects

@@ -16,7 +16,7 @@ from engram_operator.builders.volumes import claim_templates
 from engram_operator.resources.model import EngramModel
 from engram_operator.resources.policy import SnapshotPolicy
 
-PODS_COMPONENT = "engine-pods"
+PODS_COMPONENT = "engine-pods"  # tells the headless Service from the other one
 
 
 def service_account(model: EngramModel) -> dict[str, Any]:
@@ -88,24 +88,28 @@ def disruption_budget(model: EngramModel) -> dict[str, Any]:
     }
 
 
-def service_monitor(model: EngramModel) -> dict[str, Any]:
+def pod_monitor(model: EngramModel) -> dict[str, Any]:
+    """Metrics for the Prometheus operator. Of pods, not of a Service: they are on the admin port, which none has."""
     metadata = naming.metadata(model, model.name)
     metadata["labels"] = {**model.monitoring.labels, **metadata["labels"]}
-    chosen = {**naming.selector(model), "app.kubernetes.io/component": PODS_COMPONENT}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "ServiceMonitor",
+        "kind": "PodMonitor",
         "metadata": metadata,
         "spec": {
-            "selector": {"matchLabels": chosen},
-            "endpoints": [{"port": "http", "path": "/metrics", "interval": model.monitoring.interval}],
+            "selector": {"matchLabels": naming.selector(model)},
+            "podMetricsEndpoints": [{"port": "admin", "path": "/metrics", "interval": model.monitoring.interval}],
         },
     }
 
 
 def network_policy(model: EngramModel, settings: at.BuildSettings) -> dict[str, Any]:
-    """Requests from the sources named, else from the namespace; the admin port from the operator alone."""
+    """Requests from the sources named, else from the namespace; the admin port from the operator.
+
+    Who is named may also read metrics where they are wanted; the rest of the admin port asks for an admin's token.
+    """
     sources: list[dict[str, Any]] = [dict(entry) for entry in model.network_policy.sources] or [{"podSelector": {}}]
+    wanted = ("http", "admin") if model.monitoring.enabled else ("http",)
     operator = {"kubernetes.io/metadata.name": settings.operator_namespace}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -115,7 +119,7 @@ def network_policy(model: EngramModel, settings: at.BuildSettings) -> dict[str, 
             "podSelector": {"matchLabels": naming.selector(model)},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": sources, "ports": [{"port": "http", "protocol": "TCP"}]},
+                {"from": sources, "ports": [{"port": port, "protocol": "TCP"} for port in wanted]},
                 {
                     "from": [{"namespaceSelector": {"matchLabels": operator}}],
                     "ports": [{"port": port, "protocol": "TCP"} for port in ("http", "admin")],

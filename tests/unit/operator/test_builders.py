@@ -45,6 +45,14 @@ def test_golden(name: str) -> None:
     assert (FOLDER / f"{name}.yaml").read_text() == render(CASES[name]())
 
 
+def test_golden_objects_fit_the_schemas_of_kubernetes() -> None:
+    checker = pytest.importorskip("kubernetes_validate", reason="package kubernetes-validate is not installed")
+    for case in CASES.values():
+        for item in case():
+            if item["kind"] != "PodMonitor":  # the Prometheus operator's
+                checker.validate(item, "1.36", strict=True)
+
+
 names = st.from_regex(DNS_LABEL, fullmatch=True).filter(lambda name: len(name) <= 50)
 served = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=256).filter(lambda s: s[0] != "-")
 specs = st.fixed_dictionaries(
@@ -121,7 +129,7 @@ def test_which_objects_there_are() -> None:
     assert kinds(replicas=2, podDisruptionBudget={"enabled": False}) == base
     assert kinds(serviceAccountName="mine") == base[1:]
     assert kinds(monitoring={"enabled": True}, networkPolicy={"enabled": True})[4:] == [
-        "ServiceMonitor",
+        "PodMonitor",
         "NetworkPolicy",
     ]
     assert stateful_set(replicas=5, suspend=True)["spec"]["replicas"] == 0

@@ -187,18 +187,14 @@ def test_each_cel_rule_has_its_python_twin(kind: str) -> None:
     assert sorted(ours) == sorted(crd_rules(SCHEMAS.schema(kind)))
 
 
-@pytest.mark.parametrize("kind", SCHEMAS.kinds)
-def test_the_cel_rules_and_their_twins_decide_alike(kind: str) -> None:
+def test_the_cel_rules_and_their_twins_decide_alike() -> None:
     cel = pytest.importorskip("cel", reason="package common-expression-language is not installed")
-    schema = SCHEMAS.schema(kind)
     decided = 0
-    for case_kind, spec, old, *_ in [*ACCEPTED, *REJECTED]:
-        if case_kind != kind:
-            continue
+    for kind, spec, old, *_ in [*ACCEPTED, *REJECTED]:
+        schema = SCHEMAS.schema(kind)
         new, stored = (copy.deepcopy(document(kind, s)) if s is not None else None for s in (spec, old))
         for item in (new, stored):
-            if item is not None:
-                _fill_defaults(schema, item)
+            _fill_defaults(schema, item)
         for rule in RULES[kind]:
             expression = cel_expression(schema, rule.at, rule.message)
             here, before = at(new, rule.at), at(stored, rule.at)
@@ -207,7 +203,7 @@ def test_the_cel_rules_and_their_twins_decide_alike(kind: str) -> None:
             context = {"self": here} if before is None else {"self": here, "oldSelf": before}
             assert cel.evaluate(expression, context) is bool(rule.holds(here, before)), (rule.message, spec, old)
             decided += 1
-    assert decided > 0
+    assert decided > 40
 
 
 def cel_expression(schema: dict[str, Any], path: tuple[str, ...], message: str) -> str:
