@@ -1,8 +1,8 @@
 """What this process knows about snapshots, in memory: manifests and token ids, never payloads.
 
 It answers the common question, "which snapshot shares the longest prefix with this prompt", without touching a disk, by
-the same chain keys that name objects in a store. It is a cache: everything in it can be read again, except snapshots that
-live on the host tier only.
+the same chain keys that name objects in a store. It is a cache: everything in it can be read again, except snapshots
+that live on the host tier only.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Catalogue:
         self._pieces: dict[tuple[Space, int, str], PieceRef] = {}
         self._conversations: dict[tuple[Space, str], set[str]] = defaultdict(set)
         self._gone: OrderedDict[tuple[Space, str], None] = OrderedDict()
+        self._aliases: OrderedDict[tuple[Space, str], str] = OrderedDict()
 
     def add(self, record: Record, chain: TokenChain) -> Record | None:
         """Insert or replace; None when the snapshot was deleted meanwhile. `chain` covers the record's tokens."""
@@ -81,7 +82,8 @@ class Catalogue:
             self._tokens += len(record.tokens)
             self._conversations[record.space, record.manifest.conversation_id].add(record.snapshot_id)
             for piece in record.manifest.pieces:
-                self._pieces[record.space, piece.start, piece.chain] = piece
+                if piece.end == piece.tensor_end:
+                    self._pieces[record.space, piece.start, piece.chain] = piece
             names = [chain.key(position) for position in _grid(record.manifest.forwarded)]
             names.append(record.manifest.chain)
             self._keys[key] = names
@@ -94,9 +96,20 @@ class Catalogue:
             self._shrink(key)
             return record
 
-    def get(self, space: Space, snapshot_id: str) -> Record | None:
-        key = (space, snapshot_id)
+    def alias(self, space: Space, snapshot_id: str, existing: str) -> None:
+        """`snapshot_id` was announced, but `existing` already is the same content."""
         with self._lock:
+            self._aliases[space, snapshot_id] = existing
+            if len(self._aliases) > MAX_GONE:
+                self._aliases.popitem(last=False)
+
+    def canonical_id(self, space: Space, snapshot_id: str) -> str:
+        with self._lock:
+            return self._aliases.get((space, snapshot_id), snapshot_id)
+
+    def get(self, space: Space, snapshot_id: str) -> Record | None:
+        with self._lock:
+            key = (space, self._aliases.get((space, snapshot_id), snapshot_id))
             record = self._records.get(key)
             if record is not None:
                 self._records.move_to_end(key)
@@ -134,14 +147,17 @@ class Catalogue:
         with self._lock:
             return [record for record in self._records.values() if space is None or record.space == space]
 
-    def matches(self, space: Space, chain: TokenChain, limit: int, positions: Iterable[int] = ()) -> list[Record]:
-        """Records that share a prefix with `chain`, likely longest first; at most a few dozen.
+    def matches(
+        self, space: Space, chain: TokenChain, limit: int, *, exact: bool, positions: Iterable[int] = ()
+    ) -> list[tuple[Record, int]]:
+        """(record, usable position), longest first: records that share a prefix of at most `limit` tokens with `chain`.
 
-        Looks at the grid up to `limit` and at `positions` (where anchors may be), from the longest to the shortest,
-        and stops at the first key that gives records whose common prefix can no longer be beaten.
+        With `exact` only all of a record is of use (a recurrent state cannot step back). Looks at the grid and at
+        `positions` (where anchors may be) from the longest to the shortest, and stops when nothing longer can follow.
         """
         grid = set(_grid(limit)) | {p for p in positions if 0 < p <= limit}
-        found: OrderedDict[str, Record] = OrderedDict()
+        seen: set[str] = set()
+        found: list[tuple[Record, int]] = []
         best = 0
         with self._lock:
             for position in sorted(grid, reverse=True):
@@ -149,11 +165,14 @@ class Catalogue:
                     break
                 for snapshot_id in reversed(self._buckets.get((space, chain.key(position)), OrderedDict())):
                     record = self._records.get((space, snapshot_id))
-                    if record is None or snapshot_id in found:
+                    if record is None or snapshot_id in seen:
                         continue
-                    found[snapshot_id] = record
-                    best = max(best, min(limit, common_prefix(record.tokens, chain.tokens)))
-        return list(found.values())
+                    seen.add(snapshot_id)
+                    usable = usable_prefix(record, chain.tokens, limit, exact=exact)
+                    if usable:
+                        found.append((record, usable))
+                        best = max(best, usable)
+        return sorted(found, key=lambda item: item[1], reverse=True)
 
     def _drop(self, key: tuple[Space, str]) -> Record | None:
         record = self._records.pop(key, None)
@@ -185,6 +204,14 @@ class Catalogue:
                     return
                 if key != keep and host_only == (not record.tiers):
                     self._drop(key)
+
+
+def usable_prefix(record: Record, tokens: array[int], limit: int, *, exact: bool) -> int:
+    """How many leading tokens of `tokens` (at most `limit`) the record restores; 0 when none."""
+    common = common_prefix(record.tokens, tokens)
+    if exact:
+        return record.manifest.forwarded if record.manifest.forwarded <= min(common, limit) else 0
+    return min(common, limit)
 
 
 def _grid(tokens: int) -> list[int]:

@@ -105,6 +105,7 @@ class Fetched:
     branch_name: str
     turn_number: int
     boundary: str
+    note: str = ""  # what was tried before and could not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,6 @@ class SaveResult:
     snapshot_id: str
     branch_name: str  # differs from the capture's when another writer moved the head first
     tiers: tuple[str, ...]  # where it is now; () when it was dropped
-    bytes_written: int = 0
-    puts: int = 0
     reason: str = ""  # why it was dropped or is missing from a tier; "" when all went well
 
 

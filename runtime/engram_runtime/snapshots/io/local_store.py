@@ -157,8 +157,7 @@ class LocalStore:
     def close(self) -> None:
         """Nothing is held open between calls."""
 
-    def clean_temporary(self, older_than: float) -> int:
-        """Delete temporary files of writers that died, last written before `older_than`; how many there were."""
+    def clean_uploads(self, older_than: float) -> int:
         count = 0
         for name, is_folder in self._fs.names(self.root / TEMPORARY):
             path = self.root / TEMPORARY / name

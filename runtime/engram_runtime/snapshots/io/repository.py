@@ -56,6 +56,7 @@ class Repository:
         self._clock = clock
         self._lock = threading.Lock()
         self._live: dict[str, float] = {}  # KV key -> when it was last known to be there and referenced
+        self._damaged: set[str] = set()
 
     def signer(self, space: Space) -> Signer:
         return self._keyring.signer(space.namespace)
@@ -138,6 +139,7 @@ class Repository:
             if len(self._live) >= MAX_LIVE:
                 self._live = dict(sorted(self._live.items(), key=lambda item: item[1])[MAX_LIVE // 2 :])
             self._live[key] = self._clock()
+            self._damaged.discard(key)
 
     def is_live(self, key: str, within_seconds: float) -> bool:
         """Known to be there recently enough that no sweep can take it before a new manifest refers to it."""
@@ -145,10 +147,17 @@ class Repository:
             seen = self._live.get(key)
         return seen is not None and self._clock() - seen < within_seconds
 
-    def forget(self, key: str) -> None:
-        """The file turned out to be missing or damaged: the next save writes it again."""
+    def forget(self, key: str, *, damaged: bool = False) -> None:
+        """The file is going, or turned out to be missing or damaged: the next save writes it again."""
         with self._lock:
             self._live.pop(key, None)
+            if damaged and len(self._damaged) < MAX_LIVE:
+                self._damaged.add(key)
+
+    def is_damaged(self, key: str) -> bool:
+        """Found damaged by this process, and not written again since."""
+        with self._lock:
+            return key in self._damaged
 
     # Small records
 

@@ -70,4 +70,7 @@ class ObjectStore(Protocol):
     def compare_and_swap(self, key: str, data: bytes, expected: str | None) -> str:
         """Replace the object whose tag is `expected` (None: it is absent), else Conflict. Returns the new tag."""
 
+    def clean_uploads(self, older_than: float) -> int:
+        """Remove what writers that died left half-written before `older_than` (Unix seconds); how many."""
+
     def close(self) -> None: ...

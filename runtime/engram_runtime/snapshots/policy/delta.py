@@ -11,6 +11,9 @@ MIN_CUT = 256  # after the first piece, a cut at user_start must leave at least 
 PARTIAL_SHARE = 4  # a piece left half-way is shared when at least a quarter of it is still of use
 
 
+Finder = Callable[[int, int], PieceRef | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """`reused` covers [0, covered) of the new snapshot; `ranges` are the token ranges to write, one piece each."""
@@ -24,7 +27,7 @@ def plan(
     shared: int,
     position: int,
     user_start: int | None,
-    known: Callable[[int, int], PieceRef | None],
+    known: Finder,
 ) -> Delta:
     """`shared`: tokens that the parent and the new snapshot have in common. `known(start, end)` finds a piece with
     exactly these tokens elsewhere (another conversation with the same system prompt)."""

@@ -1,0 +1,196 @@
+"""The order of writes that makes a save atomic: content, then the manifest, then anchors, then the head.
+
+The snapshot file's one atomic put is the commit. Before it nothing refers to what was written (garbage that a sweep
+takes); after it everything it refers to is there. At most five puts: KV file, snapshot file, two anchors, head. A
+writer whose turn is not a continuation of the head, or that loses the swap to one, opens a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from engram_runtime.errors import Conflict, NotFound, SnapshotError
+from engram_runtime.snapshots.io import files
+from engram_runtime.snapshots.io.repository import Repository, StoredRef
+from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.policy import ids, refs
+from engram_runtime.snapshots.policy.identity import TokenChain
+from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.manifest import Manifest
+from engram_runtime.snapshots.policy.records import Anchor
+
+SWAP_ATTEMPTS = 16
+
+FileSource = Callable[[str], Sequence[memoryview | bytes]]
+
+
+class PieceLost(SnapshotError):
+    """A KV file that the snapshot needs is on no tier any more."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(f"KV file {file[:12]} is on no tier any more")
+        self.file = file
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A snapshot ready to be written. `kv` holds the pieces it adds, None when it adds none."""
+
+    space: Space
+    chain: TokenChain
+    manifest: Manifest
+    content: files.SnapshotParts
+    kv: files.KVFile | None
+
+    @property
+    def nbytes(self) -> int:
+        """Upper bound of what a tier must have room for."""
+        kv = 0 if self.kv is None else self.kv.image.nbytes
+        return kv + self.content.nbytes + 64 * 1024
+
+
+def commit(
+    repository: Repository,
+    draft: Draft,
+    *,
+    source: FileSource,
+    live_seconds: float,
+    own: Collection[str],
+    contest: bool,
+) -> Manifest:
+    """Write `draft`; returns its manifest, on another branch if it lost. Safe to repeat after a failure.
+
+    `source(file)` gives the bytes of a KV file that this tier lacks (PieceLost when nobody has it). A file seen within
+    `live_seconds` needs no second look. With `contest` off the head is moved whatever it is: a disk in front of a
+    shared store only mirrors. Raises StoreUnavailable, PieceLost.
+    """
+    for file in sorted(draft.manifest.files()):
+        _ensure_file(repository, draft, file, source, live_seconds)
+    manifest = draft.manifest
+    stored = repository.read_ref(draft.space, manifest.conversation_id, manifest.branch_name)
+    if contest and _lost(stored, draft, manifest, own):
+        manifest = manifest.on_branch(ids.losing_branch(manifest.branch_name))
+        stored = None
+    _put_snapshot(repository, draft, manifest)
+    for anchor in manifest.anchors:
+        repository.write_anchor(draft.space, anchor.name, Anchor(manifest.snapshot_id, anchor.position))
+    for _ in range(SWAP_ATTEMPTS):
+        try:
+            _swap(repository, draft.space, manifest, stored)
+            return manifest
+        except Conflict:
+            stored = repository.read_ref(draft.space, manifest.conversation_id, manifest.branch_name)
+        if contest and _lost(stored, draft, manifest, own):
+            manifest = manifest.on_branch(ids.losing_branch(manifest.branch_name))
+            stored = None
+            _put_snapshot(repository, draft, manifest)
+    raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
+
+
+def move_to_branch(repository: Repository, draft: Draft, manifest: Manifest) -> None:
+    """A mirror learns that the shared store gave the snapshot another branch than `draft` says."""
+    _put_snapshot(repository, draft, manifest)
+    drop_from_ref(repository, draft.space, draft.manifest)
+    force_head(repository, draft.space, manifest)
+
+
+def force_head(repository: Repository, space: Space, manifest: Manifest) -> None:
+    """Make it the head of its branch, whatever the head was."""
+    for _ in range(SWAP_ATTEMPTS):
+        stored = repository.read_ref(space, manifest.conversation_id, manifest.branch_name)
+        try:
+            _swap(repository, space, manifest, stored)
+            return
+        except Conflict:
+            continue
+    raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
+
+
+def erase(repository: Repository, space: Space, manifest: Manifest) -> None:
+    """Take a snapshot out of a repository: head, manifest (from then on it is not there), anchors, label. KV files are
+    left to the sweep. Deleting what is gone already is not an error."""
+    drop_from_ref(repository, space, manifest)
+    repository.store.delete(space.snapshot(manifest.snapshot_id))
+    drop_anchors(repository, space, manifest)
+    repository.store.delete(space.label(manifest.snapshot_id))
+
+
+def drop_from_ref(repository: Repository, space: Space, manifest: Manifest) -> None:
+    """Take a snapshot out of its branch; the head falls back to the newest one left."""
+    for _ in range(SWAP_ATTEMPTS):
+        stored = repository.read_ref(space, manifest.conversation_id, manifest.branch_name)
+        if stored is None or stored.ref is None or stored.ref.entry(manifest.snapshot_id) is None:
+            return
+        remaining = stored.ref.without(frozenset({manifest.snapshot_id}))
+        try:
+            if remaining is None:
+                repository.store.delete(repository.ref_key(space, manifest.conversation_id, manifest.branch_name))
+            else:
+                repository.swap_ref(space, remaining, stored.tag)
+            return
+        except Conflict:
+            continue
+    raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
+
+
+def drop_anchors(repository: Repository, space: Space, manifest: Manifest) -> None:
+    """Delete the snapshot's anchors unless a newer snapshot took the name over."""
+    for anchor in manifest.anchors:
+        try:
+            if repository.read_anchor(space, anchor.name).snapshot_id != manifest.snapshot_id:
+                continue
+        except StoreUnavailable:
+            raise
+        except NotFound:
+            continue
+        except SnapshotError:
+            pass  # nobody can use a damaged one
+        repository.store.delete(space.anchor(anchor.name))
+
+
+def _ensure_file(repository: Repository, draft: Draft, file: str, source: FileSource, live_seconds: float) -> None:
+    """The file is there and no sweep will take it before the manifest refers to it."""
+    key = draft.space.kv(file)
+    if repository.is_live(key, live_seconds):
+        return
+    new = draft.kv is not None and draft.kv.name == file
+    damaged = repository.is_damaged(key)
+    if not new and not damaged:
+        try:
+            repository.store.touch(key)
+            repository.mark_live(key)
+            return
+        except NotFound:
+            pass
+    parts = draft.kv.image.parts if new and draft.kv is not None else source(file)
+    try:
+        repository.store.put(key, parts, if_absent=not damaged)
+    except Conflict:
+        # Somebody wrote these very bytes before (the name says so). They may be condemned: touch, or write again.
+        try:
+            repository.store.touch(key)
+        except NotFound:
+            repository.store.put(key, parts)
+    repository.mark_live(key)
+
+
+def _put_snapshot(repository: Repository, draft: Draft, manifest: Manifest) -> None:
+    image = files.build_snapshot_file(manifest, draft.content, repository.signer(draft.space))
+    repository.store.put(draft.space.snapshot(manifest.snapshot_id), image.parts)
+
+
+def _lost(stored: StoredRef | None, draft: Draft, manifest: Manifest, own: Collection[str]) -> bool:
+    if stored is None or stored.ref is None:
+        return False
+    return not refs.may_advance(stored.ref, manifest, draft.chain.key, own)
+
+
+def _swap(repository: Repository, space: Space, manifest: Manifest, stored: StoredRef | None) -> None:
+    """One attempt. A record that cannot be trusted is replaced."""
+    if stored is None:
+        repository.swap_ref(space, refs.new_ref(manifest), None)
+    elif stored.ref is None:
+        repository.swap_ref(space, refs.new_ref(manifest), stored.tag)
+    elif stored.ref.head != manifest.snapshot_id:
+        repository.swap_ref(space, stored.ref.advance(refs.RefEntry.of(manifest)), stored.tag)

@@ -1,0 +1,154 @@
+"""From a captured boundary to a draft: which pieces are new, their bytes on the host, and a manifest for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engram_runtime.errors import SnapshotError
+from engram_runtime.snapshots.catalogue import Record
+from engram_runtime.snapshots.commit import Draft
+from engram_runtime.snapshots.io import files
+from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.policy import delta
+from engram_runtime.snapshots.policy.identity import TokenChain, common_prefix
+from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.manifest import MAX_PENDING, AnchorRef, Manifest, PieceRef
+from engram_runtime.snapshots.shared import Shared
+from engram_runtime.snapshots.types import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    draft: Draft
+    state: Mapping[str, Tensor]
+    bytes_new: int
+
+
+def gather(shared: Shared, capture: Capture, space: Space, chain: TokenChain) -> Gathered:
+    """Copy what is new to the host. The blocks and the slot may be released when this returns or raises.
+
+    `chain` covers exactly the forwarded tokens. ValueError when the device gives something else than the layout says.
+    """
+    parent = _parent(shared, capture, space)
+    plan = delta.plan(
+        *_reusable(shared, parent, chain), capture.position, capture.user_start, _finder(shared, chain, space)
+    )
+    ranges = plan.ranges if shared.layout.kv_layers else ()
+    pieces = []
+    for start, end in ranges:
+        packed = shared.transfer.read_kv(capture.block_ids, start, end - start)
+        pieces.append((start, end, packed if packed.is_contiguous() else packed.contiguous()))
+    state: Mapping[str, Tensor] = {}
+    if shared.layout.states:
+        if capture.state_slot is None:
+            raise ValueError("state_slot must be given for a model with recurrent state")
+        state = {name: tensor.contiguous() for name, tensor in shared.transfer.read_state(capture.state_slot).items()}
+    kv = files.build_kv_file(chain, shared.layout, pieces) if pieces else None
+    content = files.describe_snapshot(chain, capture.position, capture.messages, state, shared.layout)
+    reused = plan.reused if shared.layout.kv_layers else ()
+    manifest = _manifest(shared, capture, chain, (*reused, *(kv.refs if kv is not None else ())), content, parent)
+    new = content.nbytes + (kv.image.nbytes if kv is not None else 0)
+    return Gathered(Draft(space, chain, manifest, content, kv), state, new)
+
+
+def keep_on_host(shared: Shared, gathered: Gathered) -> bool:
+    """Put the new tensors into the host tier; False when any did not fit."""
+    draft = gathered.draft
+    kept = True
+    if draft.kv is not None:
+        for ref, packed in zip(draft.kv.refs, draft.kv.packed, strict=True):
+            kept &= shared.host.put(ItemKey(draft.space, ref.file, ref.tensor), {"kv": packed})
+    if gathered.state:
+        kept &= shared.host.put(ItemKey(draft.space, draft.manifest.snapshot_id, STATE), gathered.state)
+    return kept
+
+
+def redraft(shared: Shared, record: Record, tenant: str) -> Draft:
+    """A draft of a snapshot that so far lives on the host tier only. SnapshotError when its state was evicted."""
+    chain = shared.chain(tenant, record.tokens)
+    state: Mapping[str, Tensor] = {}
+    if shared.layout.states:
+        found = shared.host.get(ItemKey(record.space, record.snapshot_id, STATE))
+        if found is None:
+            raise SnapshotError("the snapshot's state was evicted from the host tier before it was made durable")
+        state = found
+    content = files.describe_snapshot(chain, record.manifest.forwarded, record.messages, state, shared.layout)
+    return Draft(record.space, chain, record.manifest, content, None)
+
+
+def _parent(shared: Shared, capture: Capture, space: Space) -> Record | None:
+    if capture.parent_id is None:
+        return None
+    try:
+        return shared.load(space, capture.parent_id, capture.tenant)
+    except SnapshotError:
+        return None  # deleted or out of reach: the save then writes everything itself
+
+
+def _reusable(shared: Shared, parent: Record | None, chain: TokenChain) -> tuple[tuple[PieceRef, ...], int]:
+    """The parent's pieces that are certainly somewhere, and how many tokens the two have in common."""
+    if parent is None or not shared.layout.kv_layers:
+        return (), 0
+    common = common_prefix(parent.tokens, chain.tokens)
+    found = []
+    for ref in parent.manifest.pieces:
+        if ref.start >= common or not shared.sources.exists(parent.space, ref, shared.live_seconds):
+            break
+        found.append(ref)
+    return tuple(found), min(common, found[-1].end if found else 0)
+
+
+def _finder(shared: Shared, chain: TokenChain, space: Space) -> delta.Finder:
+    def known(start: int, end: int) -> PieceRef | None:
+        ref = shared.catalogue.piece(space, start, chain.key(end))
+        if ref is None or ref.tensor_end != end or not shared.sources.exists(space, ref, shared.live_seconds):
+            return None
+        return ref
+
+    return known
+
+
+def _manifest(
+    shared: Shared,
+    capture: Capture,
+    chain: TokenChain,
+    pieces: tuple[PieceRef, ...],
+    content: files.SnapshotParts,
+    parent: Record | None,
+) -> Manifest:
+    now = shared.clock()
+    positions = [capture.position]
+    if capture.user_start is not None and 0 < capture.user_start < capture.position and not shared.layout.states:
+        positions.insert(0, capture.user_start)
+    return Manifest(
+        snapshot_id=capture.snapshot_id,
+        parent_id=capture.parent_id if parent is None else parent.snapshot_id,
+        state_abi=shared.abi,
+        conversation_id=capture.conversation_id,
+        branch_name=_branch(capture, parent),
+        turn_number=capture.turn_number,
+        boundary=capture.boundary,
+        forwarded=capture.position,
+        pending_ids=tuple(capture.pending_ids)[:MAX_PENDING],
+        chain=chain.key(capture.position),
+        pieces=pieces,
+        tensors=content.refs,
+        anchors=tuple(AnchorRef(position, chain.anchor(position)) for position in positions),
+        tokenizer_digest=capture.tokenizer_digest,
+        template_digest=capture.template_digest,
+        created=now,
+        expires=None if capture.ttl_seconds is None else now + capture.ttl_seconds,
+        pinned=capture.pin,
+        tag=capture.tag,
+    )
+
+
+def _branch(capture: Capture, parent: Record | None) -> str:
+    """A conversation whose last turn was moved to another branch goes on there."""
+    if parent is None or parent.manifest.conversation_id != capture.conversation_id or not parent.own:
+        return capture.branch_name
+    moved = parent.manifest.branch_name
+    return moved if moved.startswith(f"{capture.branch_name}~") else capture.branch_name

@@ -1,0 +1,185 @@
+"""Brings the pieces and the state of a snapshot to the host: cheapest tier first, one read per object however many ask.
+
+Everything is verified before it is handed out or kept. A damaged copy on the disk is deleted, so that the next tier's
+copy can take its place; a damaged object in the shared store is left for fsck, and forgotten, so that the next save
+writes it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engram_runtime.errors import NotFound, SnapshotError
+from engram_runtime.snapshots.catalogue import Record
+from engram_runtime.snapshots.flight import SingleFlight
+from engram_runtime.snapshots.io import digest, tensors
+from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.policy.manifest import PieceRef
+from engram_runtime.snapshots.shared import Shared
+from engram_runtime.snapshots.tiers import Tier
+
+log = logging.getLogger(__name__)
+PARALLEL_READS = 8
+TIER_ORDER = ("host", "disk", "store")
+
+Value = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """KV pieces by their reference, and the state; `tier` is the slowest one read, `store_used` asks for promotion."""
+
+    pieces: Mapping[PieceRef, Tensor]
+    state: dict[str, Tensor] | None
+    tier: str
+    nbytes: int
+
+
+class Loader:
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._flights: SingleFlight[tuple[Value, str]] = SingleFlight()
+        self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="engram-load")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        return self._pool
+
+    def estimate(self, record: Record, pieces: tuple[PieceRef, ...]) -> float:
+        """Seconds that load() would take, by measured speeds."""
+        needs = dict.fromkeys(TIER_ORDER, 0)
+        for ref in pieces:
+            needs[self._nearest(record, ItemKey(record.space, ref.file, ref.tensor))] += ref.nbytes
+        if self._shared.layout.states:
+            key = ItemKey(record.space, record.snapshot_id, STATE)
+            needs[self._nearest(record, key)] += self._shared.layout.state_bytes
+        speeds = {"host": self._shared.host_speed, **{tier.name: tier.speed for tier in self._shared.tiers}}
+        return sum(speeds[tier].estimate(nbytes) for tier, nbytes in needs.items() if nbytes and tier in speeds)
+
+    def load(self, record: Record, pieces: tuple[PieceRef, ...], deadline: float) -> Loaded:
+        """All or nothing. SnapshotError with the reason; TimeoutError when `deadline` (monotonic) passes."""
+        work: list[tuple[PieceRef | None, Future[tuple[Value, str]]]] = []
+        for ref in pieces:
+            work.append((ref, self._pool.submit(self._piece, record, ref)))
+        if self._shared.layout.states:
+            work.append((None, self._pool.submit(self._state, record)))
+        found: dict[PieceRef, Tensor] = {}
+        state: dict[str, Tensor] | None = None
+        slowest, nbytes = "host", 0
+        try:
+            for ref_or_none, future in work:
+                value, tier = future.result(max(0.0, deadline - time.monotonic()))
+                if ref_or_none is None:
+                    state = dict(value)
+                else:
+                    found[ref_or_none] = value["kv"]
+                nbytes += sum(tensors.nbytes(tensor) for tensor in value.values())
+                slowest = max(slowest, tier, key=TIER_ORDER.index)
+        finally:
+            for _, future in work:
+                future.cancel()
+        return Loaded(found, state, slowest, nbytes)
+
+    def _nearest(self, record: Record, key: ItemKey) -> str:
+        if key in self._shared.host:
+            return "host"
+        for tier in self._shared.tiers:
+            if tier.name in record.tiers:
+                return tier.name
+        return self._shared.tiers[-1].name if self._shared.tiers else "host"
+
+    def _piece(self, record: Record, ref: PieceRef) -> tuple[Value, str]:
+        key = ItemKey(record.space, ref.file, ref.tensor)
+        what = f"KV tokens [{ref.start}, {ref.end})"
+
+        def verify(value: Value) -> None:
+            digest.check(tensors.view_bytes(value["kv"]), ref.digest, f"{what} on the host tier")
+
+        def read(tier: Tier) -> Value:
+            return {"kv": tier.repository.read_piece(record.space, ref)}
+
+        def damaged(tier: Tier) -> None:
+            path = record.space.kv(ref.file)
+            tier.repository.forget(path, damaged=True)
+            if tier.name == "disk":
+                tier.repository.store.delete(path)
+
+        return self._flights.run((key, "piece"), lambda: self._from_tiers(key, what, ref.nbytes, verify, read, damaged))
+
+    def _state(self, record: Record) -> tuple[Value, str]:
+        key = ItemKey(record.space, record.snapshot_id, STATE)
+        shared = self._shared
+
+        def verify(value: Value) -> None:
+            for ref in record.manifest.state_tensors:
+                digest.check(tensors.view_bytes(value[ref.name]), ref.digest, f"state {ref.name} on the host tier")
+
+        def read(tier: Tier) -> Value:
+            return tier.repository.read_state(tier.repository.open_snapshot(record.space, record.snapshot_id))
+
+        def damaged(tier: Tier) -> None:
+            if tier.name == "disk":
+                tier.repository.store.delete(record.space.snapshot(record.snapshot_id))
+            record.tiers.discard(tier.name)
+
+        nbytes = shared.layout.state_bytes
+        return self._flights.run(key, lambda: self._from_tiers(key, "state", nbytes, verify, read, damaged))
+
+    def _from_tiers(
+        self,
+        key: ItemKey,
+        what: str,
+        nbytes: int,
+        verify: Callable[[Value], None],
+        read: Callable[[Tier], Value],
+        damaged: Callable[[Tier], None],
+    ) -> tuple[Value, str]:
+        shared = self._shared
+        reasons: list[str] = []
+        value = shared.host.get(key)
+        if value is not None:
+            started = time.perf_counter()
+            try:
+                if shared.config.verify:
+                    verify(value)
+                shared.host_speed.observe(nbytes, time.perf_counter() - started)
+                return value, "host"
+            except SnapshotError as error:
+                shared.host.remove(key)
+                shared.counters.add("damaged.host")
+                reasons.append(str(error))
+        for tier in shared.tiers:
+            started = time.perf_counter()
+            try:
+                with tier.reading():
+                    value = read(tier)
+            except NotFound:
+                reasons.append(f"{what} is not on the {tier.name} tier")
+                continue
+            except StoreUnavailable as error:
+                reasons.append(f"{tier.name}: {error}")
+                continue
+            except SnapshotError as error:
+                log.warning("tier %s: %s", tier.name, error)
+                shared.counters.add(f"damaged.{tier.name}")
+                reasons.append(f"{tier.name}: {error}")
+                try:
+                    with tier.writing():
+                        damaged(tier)
+                except SnapshotError:
+                    pass
+                continue
+            tier.speed.observe(nbytes, time.perf_counter() - started)
+            shared.host.put(key, value)
+            return value, tier.name
+        raise SnapshotError("; ".join(reasons) or f"{what} was evicted from the host tier")

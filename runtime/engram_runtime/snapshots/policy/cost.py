@@ -1,0 +1,47 @@
+"""Is a restore worth it? Measured tier speeds against the engine's prefill rate.
+
+Moving averages, because a disk's or a bucket's speed is whatever it is today. Latency is learnt from small reads and
+bandwidth from large ones, so that neither spoils the other.
+"""
+
+from __future__ import annotations
+
+import threading
+
+LARGE_READ = 1 << 20
+WEIGHT = 0.2
+DEFAULTS = {"host": (0.0005, 4e9), "disk": (0.002, 1e9), "store": (0.02, 5e8)}  # seconds, bytes per second
+
+
+class Speed:
+    """One tier's read speed. Thread-safe."""
+
+    def __init__(self, tier: str) -> None:
+        self.latency_seconds, self.bytes_per_second = DEFAULTS[tier]
+        self.measured = False
+        self._lock = threading.Lock()
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """One read of `nbytes` took `seconds`."""
+        with self._lock:
+            if nbytes < LARGE_READ:
+                self.latency_seconds += WEIGHT * (seconds - self.latency_seconds)
+                return
+            rate = nbytes / max(seconds - self.latency_seconds, seconds / 10, 1e-9)
+            self.bytes_per_second += (WEIGHT if self.measured else 1.0) * (rate - self.bytes_per_second)
+            self.measured = True
+
+    def estimate(self, nbytes: int) -> float:
+        """Seconds to read `nbytes`."""
+        with self._lock:
+            return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+def refusal(restore_seconds: float, tokens: int, tokens_per_second: float | None) -> str | None:
+    """Why restoring `tokens` is not worth it, or None when it is (or when the prefill rate is unknown)."""
+    if not tokens_per_second or tokens_per_second <= 0:
+        return None
+    prefill = tokens / tokens_per_second
+    if restore_seconds <= prefill:
+        return None
+    return f"restoring {tokens} tokens would take {restore_seconds * 1e3:.1f} ms, prefill {prefill * 1e3:.1f} ms"

@@ -1,0 +1,311 @@
+"""find(): the longest verified prefix of a prompt, from wherever it is, or the reason why there is none.
+
+Order: the snapshot that was named; what this process knows; the head of the conversation; anchors, newest position
+first. Each step is skipped when it cannot beat what an earlier one found. Trouble never raises: it becomes the reason
+of a Miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engram_runtime.errors import NotFound, SnapshotError
+from engram_runtime.snapshots.catalogue import Record, usable_prefix
+from engram_runtime.snapshots.io import tensors
+from engram_runtime.snapshots.loader import Loader
+from engram_runtime.snapshots.policy import cost, ids
+from engram_runtime.snapshots.policy.identity import TokenChain
+from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.manifest import PieceRef
+from engram_runtime.snapshots.shared import Shared
+from engram_runtime.snapshots.tiers import Tier
+from engram_runtime.snapshots.types import Fetched, Miss, RestoreQuery
+
+log = logging.getLogger(__name__)
+MAX_PROBES = 16
+MAX_ATTEMPTS = 4
+
+
+@dataclass(slots=True)
+class _Search:
+    """One query on its way."""
+
+    query: RestoreQuery
+    space: Space
+    chain: TokenChain
+    limit: int
+    exact: bool
+    started: float
+    deadline: float
+    reasons: list[str] = field(default_factory=list)
+    failed: bool = False
+    found: dict[str, tuple[Record, int]] = field(default_factory=dict)
+
+    @property
+    def best(self) -> int:
+        return max((position for _, position in self.found.values()), default=self.query.min_position)
+
+    def offer(self, record: Record, now: float) -> int:
+        """Note a record if it helps; the position it restores to."""
+        if record.expired(now):
+            self.reasons.append(f"snapshot {record.snapshot_id} has expired")
+            return 0
+        position = usable_prefix(record, self.chain.tokens, self.limit, exact=self.exact)
+        if position > self.query.min_position:
+            self.found[record.snapshot_id] = (record, position)
+        return position
+
+
+class Restorer:
+    def __init__(self, shared: Shared, loader: Loader) -> None:
+        self._shared = shared
+        self._loader = loader
+
+    def find(self, query: RestoreQuery) -> Fetched | Miss:
+        """See types.Snapshots.find. ValueError for a malformed query, nothing else."""
+        search = self._begin(query)
+        try:
+            result = self._find(search)
+        except (SnapshotError, TimeoutError, FutureTimeout) as error:
+            result = Miss(str(error) or "the restore deadline passed", failed=True)
+        except Exception as error:
+            log.exception("snapshot lookup failed")
+            result = Miss(f"internal error: {error}", failed=True)
+        if isinstance(result, Miss):
+            self._shared.counters.add("restore_failures" if result.failed else "restore_misses")
+        else:
+            self._shared.counters.add(f"restores.{result.tier}")
+            self._shared.counters.add(f"restore_bytes.{result.tier}", result.bytes)
+            self._shared.counters.add(f"restore_seconds.{result.tier}", result.milliseconds / 1e3)
+        return result
+
+    def _begin(self, query: RestoreQuery) -> _Search:
+        ids.check_tenant(query.tenant)
+        if query.restore_from is not None:
+            ids.check_snapshot_id(query.restore_from)
+        if query.conversation_id is not None:
+            ids.check_conversation_id(query.conversation_id)
+            ids.check_branch_name(query.branch_name)
+        chain = self._shared.chain(query.tenant, query.token_ids)
+        limit = len(chain) - 1 if query.max_position is None else min(query.max_position, len(chain) - 1)
+        seconds = query.deadline_seconds or self._shared.config.restore_deadline_seconds
+        return _Search(
+            query=query,
+            space=self._shared.space(query.tenant),
+            chain=chain,
+            limit=limit,
+            exact=query.needs_state or bool(self._shared.layout.states),
+            started=time.perf_counter(),
+            deadline=time.monotonic() + seconds,
+        )
+
+    def _find(self, search: _Search) -> Fetched | Miss:
+        query = search.query
+        if search.limit <= query.min_position:
+            return Miss("the prompt leaves nothing to restore")
+        if query.restore_from is not None:
+            fetched = self._named(search, query.restore_from)
+            if fetched is not None:
+                return fetched
+        self._from_memory(search)
+        if self._worth_asking(search):
+            self._from_heads(search)
+        if self._worth_asking(search):
+            self._from_anchors(search)
+        fetched = self._fetch_best(search)
+        if fetched is not None:
+            return fetched
+        return Miss("; ".join(search.reasons) or "no snapshot shares a longer prefix", failed=search.failed)
+
+    # Where to look
+
+    def _named(self, search: _Search, snapshot_id: str) -> Fetched | None:
+        """The explicit choice: no cost check, and any failure is reported as one."""
+        try:
+            record = self._load(search, snapshot_id)
+            if not self._still_there(record):
+                raise NotFound(f"snapshot {snapshot_id} does not exist")
+            position = search.offer(record, self._shared.clock())
+            if position <= search.query.min_position:
+                raise SnapshotError(self._useless(search, record, position))
+            return self._fetch(search, record, position)
+        except (SnapshotError, TimeoutError, FutureTimeout) as error:
+            search.failed = True
+            search.reasons.append(f"restore_from: {error}")
+            search.found.pop(snapshot_id, None)
+            return None
+
+    def _useless(self, search: _Search, record: Record, position: int) -> str:
+        if record.expired(self._shared.clock()):
+            return f"snapshot {record.snapshot_id} has expired"
+        if position:
+            return f"snapshot {record.snapshot_id} restores no more than the {search.query.min_position} tokens at hand"
+        return f"the prompt does not begin with the tokens of snapshot {record.snapshot_id}"
+
+    def _still_there(self, record: Record) -> bool:
+        """Another replica may have deleted what this one remembers: the authority is asked."""
+        authority = self._shared.authority
+        if authority is None or authority.name not in record.tiers:
+            return True
+        try:
+            with authority.reading():
+                authority.repository.store.head(record.space.snapshot(record.snapshot_id))
+        except NotFound:
+            self._shared.forget(record, authority.name)
+            self._shared.catalogue.remove(record.space, record.snapshot_id)
+            return False
+        except SnapshotError:
+            return True  # out of reach: what is here may be used
+        return True
+
+    def _from_memory(self, search: _Search) -> None:
+        matches = self._shared.catalogue.matches(
+            search.space, search.chain, search.limit, exact=search.exact, positions=search.query.candidates
+        )
+        for record, _ in matches[: MAX_ATTEMPTS * 2]:
+            search.offer(record, self._shared.clock())
+
+    def _from_heads(self, search: _Search) -> None:
+        query = search.query
+        if query.conversation_id is None:
+            return
+        for tier in self._shared.tiers:
+            try:
+                with tier.reading():
+                    stored = tier.repository.read_ref(search.space, query.conversation_id, query.branch_name)
+            except SnapshotError as error:
+                search.reasons.append(f"{tier.name}: {error}")
+                search.failed = True
+                continue
+            if stored is None:
+                continue
+            if stored.ref is None:
+                search.reasons.append(f"{tier.name}: the conversation's head is damaged or forged")
+                search.failed = True
+                continue
+            self._consider(search, stored.ref.head)
+
+    def _from_anchors(self, search: _Search) -> None:
+        """At most MAX_PROBES names, probed in parallel tier by tier, under the one deadline."""
+        positions = [p for p in search.query.candidates if search.query.min_position < p <= search.limit]
+        positions = list(dict.fromkeys(positions))[:MAX_PROBES]
+        for tier in self._shared.tiers:
+            wanted = [p for p in positions if p > search.best]
+            if not wanted or time.monotonic() >= search.deadline:
+                return
+            probes = [(p, self._loader.pool.submit(self._probe, tier, search, p)) for p in wanted]
+            hits = {self._answer(search, tier, probe): position for position, probe in probes}
+            hits.pop(None, None)
+            for snapshot_id in sorted((h for h in hits if h is not None), key=lambda h: hits[h], reverse=True):
+                if hits[snapshot_id] > search.best or not search.exact:
+                    self._consider(search, snapshot_id)
+
+    def _probe(self, tier: Tier, search: _Search, position: int) -> str | None:
+        self._shared.counters.add(f"probes.{tier.name}")
+        started = time.perf_counter()
+        try:
+            with tier.reading():
+                anchor = tier.repository.read_anchor(search.space, search.chain.anchor(position))
+        except NotFound:
+            return None
+        finally:
+            tier.speed.observe(0, time.perf_counter() - started)
+        return anchor.snapshot_id
+
+    def _answer(self, search: _Search, tier: Tier, probe: Future[str | None]) -> str | None:
+        try:
+            return probe.result(max(0.0, search.deadline - time.monotonic()))
+        except (TimeoutError, FutureTimeout):
+            probe.cancel()
+            self._remark(search, f"{tier.name}: anchors were not read before the deadline")
+        except SnapshotError as error:
+            self._remark(search, f"{tier.name}: {error}")
+        return None
+
+    def _remark(self, search: _Search, reason: str) -> None:
+        search.failed = True
+        if reason not in search.reasons:
+            search.reasons.append(reason)
+
+    def _consider(self, search: _Search, snapshot_id: str) -> None:
+        if snapshot_id in search.found:
+            return
+        try:
+            search.offer(self._load(search, snapshot_id), self._shared.clock())
+        except NotFound:
+            search.reasons.append(f"snapshot {snapshot_id} is gone")
+        except SnapshotError as error:
+            self._remark(search, f"snapshot {snapshot_id}: {error}")
+
+    def _load(self, search: _Search, snapshot_id: str) -> Record:
+        record = self._shared.load(search.space, snapshot_id, search.query.tenant)
+        if record.manifest.state_abi != self._shared.abi:
+            raise SnapshotError("it belongs to another model")
+        return record
+
+    def _worth_asking(self, search: _Search) -> bool:
+        """Can a tier that must be asked still give more than the asking costs?"""
+        if search.best >= search.limit or not self._shared.tiers:
+            return False
+        rate = search.query.prefill_tokens_per_second
+        if not rate:
+            return True
+        latency = min(tier.speed.latency_seconds for tier in self._shared.tiers)
+        return (search.limit - search.best) / rate > latency
+
+    # Fetching
+
+    def _fetch_best(self, search: _Search) -> Fetched | None:
+        options = sorted(search.found.values(), key=lambda option: option[1], reverse=True)
+        for record, position in options[:MAX_ATTEMPTS]:
+            if time.monotonic() >= search.deadline:
+                self._remark(search, "the restore deadline passed")
+                return None
+            tokens = position - search.query.min_position
+            estimate = self._loader.estimate(record, self._pieces(search, record, position))
+            refusal = cost.refusal(estimate, tokens, search.query.prefill_tokens_per_second)
+            if refusal is not None:
+                search.reasons.append(refusal)
+                continue
+            try:
+                return self._fetch(search, record, position)
+            except (TimeoutError, FutureTimeout):
+                self._remark(search, f"snapshot {record.snapshot_id} was not read before the deadline")
+            except SnapshotError as error:
+                self._remark(search, f"snapshot {record.snapshot_id}: {error}")
+                if not record.tiers:
+                    self._shared.catalogue.remove(record.space, record.snapshot_id)
+        return None
+
+    def _pieces(self, search: _Search, record: Record, position: int) -> tuple[PieceRef, ...]:
+        first = search.query.kv_from
+        return tuple(ref for ref in record.manifest.pieces if ref.end > first and ref.start < position)
+
+    def _fetch(self, search: _Search, record: Record, position: int) -> Fetched:
+        pieces = self._pieces(search, record, position)
+        loaded = self._loader.load(record, pieces, search.deadline)
+        kv: list[tuple[int, Tensor]] = []
+        for ref in pieces:
+            start, end = max(ref.start, search.query.kv_from), min(ref.end, position)
+            kv.append((start, tensors.slice_tokens(loaded.pieces[ref], start - ref.start, end - ref.start)))
+        manifest = record.manifest
+        return Fetched(
+            snapshot_id=record.snapshot_id,
+            position=position,
+            kv=kv,
+            state=loaded.state,
+            tier=loaded.tier,
+            bytes=loaded.nbytes,
+            milliseconds=(time.perf_counter() - search.started) * 1e3,
+            conversation_id=manifest.conversation_id,
+            branch_name=manifest.branch_name,
+            turn_number=manifest.turn_number,
+            boundary=manifest.boundary,
+            note="; ".join(search.reasons) if search.failed else "",
+        )
