@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -25,7 +24,7 @@ from engram_runtime.errors import CapacityError, EngineDeadError
 from tests.support.fake_snapshots import FakeSnapshots
 
 
-class FakeEngine(AsyncLLMEngine):
+class FakeEngine:
     """`token_seconds` paces generation; `hold` (when set) stops it after the first token until the event is set."""
 
     def __init__(
@@ -139,18 +138,18 @@ class FakeEngine(AsyncLLMEngine):
         params: SamplingParams,
         restored: int,
     ) -> RequestOutput:
-        before = self._text(tokens[:position])
         text = self._text(tokens[: position + 1])
-        last = position == len(tokens) - 1
         finish = None
         stop_reason = None
-        if last:
+        if position == len(tokens) - 1:
             finish = "stop" if tokens[position] == self._tokenizer.eos_token_id else "length"
         hit = min(((text.find(stop), stop) for stop in params.stop if stop in text), default=None)
         if hit is not None:
             text = text[: hit[0] + (len(hit[1]) if params.include_stop_str_in_output else 0)]
             finish, stop_reason = "stop", hit[1]
-        visible = before if text.startswith(before) else text
+        elif finish is None:
+            text = self._held_back(text, params)
+        before = self._held_back(self._text(tokens[:position]), params)
         logprobs = None
         if params.logprobs is not None:
             top = [(tokens[position] + k, -0.5 - k) for k in range(params.logprobs)]
@@ -161,7 +160,7 @@ class FakeEngine(AsyncLLMEngine):
         return RequestOutput(
             request_id=request_id,
             index=index,
-            delta=text[len(visible) :],
+            delta=text[len(before) :],
             text=text,
             token_ids=tokens[: position + 1],
             new_token_ids=[tokens[position]],
@@ -172,6 +171,12 @@ class FakeEngine(AsyncLLMEngine):
             prompt_tokens=len(ids),
             cached_tokens=restored,
         )
+
+    @staticmethod
+    def _held_back(text: str, params: SamplingParams) -> str:
+        """Without an end that may be the beginning of a stop string."""
+        ends = [k for stop in params.stop for k in range(1, len(stop)) if text.endswith(stop[:k])]
+        return text[: len(text) - max(ends, default=0)]
 
     def _text(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)

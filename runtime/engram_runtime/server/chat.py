@@ -132,8 +132,8 @@ class ChatRenderer:
         return await self._run(lambda: self.locate_next_history(chat, prompt, reply))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of plain text."""
-        self._check_length(text)
+        """Ids of plain text. ApiError 400 for one that cannot fit the window."""
+        self._check_length(text, "prompt")
         return await self._run(lambda: list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids))
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -246,10 +246,10 @@ class ChatRenderer:
         encoding: Encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, field: str = "messages") -> None:
         if len(text) > self._max_chars:
             raise invalid(
-                "messages",
+                field,
                 f"the prompt has {len(text)} characters and cannot fit this model's window of "
                 f"{self._max_model_len} tokens",
                 "context_length_exceeded",

@@ -111,7 +111,7 @@ async def _prepare(
             ids = [*base.token_ids, *ids]
         if not ids:
             raise invalid(name, f"{name} must have at least one token")
-        check_window(len(ids), body.max_tokens, loaded.engine.max_model_len)
+        check_window("prompt", len(ids), body.max_tokens, loaded.engine.max_model_len)
         jobs.append(TextJob(Job(f"{request_id}-{index}", ids, params, spec), shown))
     return jobs
 

@@ -7,6 +7,7 @@ busy; here the request's task is cancelled within a loop turn, streamed or not, 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 import time
@@ -20,8 +21,24 @@ from engram_runtime.server.tenants import Principal
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/health/startup", "/health", "/openapi.json"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Observe = Callable[[Scope, int, float], None]
 Identify = Callable[[Headers, str | None], Principal]
+
+
+def has_lone_surrogate(body: bytes) -> bool:
+    r"""JSON can spell a text that no encoding can (`\ud800`); tokenizers and stores would fail on it much later."""
+    if _SURROGATE.search(_PAIR.sub(b"", body)) is None:
+        return False
+    # What is left may still be an escaped backslash before harmless letters.
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):  # not JSON: the parser's own error says more
+        return False
+    return False
 
 
 class RequestContext:
@@ -94,7 +111,11 @@ class BodyAndDisconnect:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if body is not None:
+        if body is not None and has_lone_surrogate(body):
+            await ApiError(400, "the body holds half a surrogate pair, which is no text").response()(
+                scope, receive, send
+            )
+        elif body is not None:
             await self._run(scope, body, receive, send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -107,7 +107,7 @@ async def prepare(
     params = body.sampling(max_tokens=body.limit, logprobs=body.logprob_count)
     params.check_vocabulary(loaded.engine.vocab_size)
     prompt = await loaded.renderer.prompt(chat)
-    check_window(len(prompt.ids), body.limit, loaded.engine.max_model_len)
+    check_window("messages", len(prompt.ids), body.limit, loaded.engine.max_model_len)
     record = Record(tuple(messages), tools, template_kwargs, chat.date, prompt_tokens=len(prompt.ids))
     spec = turn_spec(loaded, principal, wishes, base)
     spec = replace(
