@@ -112,8 +112,8 @@ class Scheduler:
         return slot
 
     def complete_background(self) -> list[Sequence]:
-        """Admitted background sequences that have nothing left to compute."""
-        return [s for s in self._running if s.background and s.remaining == 0]
+        """Background sequences that were admitted with nothing left to compute (so they have no row)."""
+        return [s for s in self._running if s.background and s.row is None]
 
     def _enqueue(self, sequence: Sequence, status: Status) -> None:
         sequence.status = status
