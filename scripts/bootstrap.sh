@@ -49,5 +49,5 @@ fi
 
 [ -x "$venv/bin/python" ] || "$uv" venv --quiet --python "$python" "$venv"
 echo "bootstrap: installing Engram and its test tools into $venv (torch alone is about 5 GB on Linux)" >&2
-"$uv" pip install --quiet --python "$venv/bin/python" --constraints constraints.txt --editable '.[dev]'
+"$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --constraints constraints.txt --editable '.[dev]'
 echo "$want" >"$stamp"
