@@ -115,9 +115,9 @@ class EngramLLM(CustomLLM):
         try:
             settings = self._read_settings()
             request = parse(kwargs, settings, stream=stream)
+            core, clients = self._shared(settings)
         except ValueError as error:
             raise litellm_errors.bad_request(str(error), model) from error
-        core, clients = self._shared(settings)
         return Call(core, request), request, clients
 
     def _shared(self, settings: Settings) -> tuple[Core, Clients]:

@@ -110,12 +110,15 @@ class Breaker:
 
 
 def connect(url: str) -> Any:
-    """A redis-py client with our time limit; nothing is sent before the first call."""
+    """A redis-py client with our time limit; nothing is sent before the first call. ValueError for a wrong URL."""
     try:
         redis: Any = importlib.import_module("redis")
     except ImportError as error:
         raise MissingExtra("ENGRAM_TRACKER_REDIS_URL needs redis-py: pip install redis") from error
-    return redis.Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, retry=None)
+    try:
+        return redis.Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, retry=None)
+    except ValueError as error:
+        raise ValueError(f"ENGRAM_TRACKER_REDIS_URL must be a Redis URL: {error}") from error
 
 
 def _digest_key(owner: str, digest: bytes) -> str:

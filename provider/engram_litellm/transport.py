@@ -49,6 +49,9 @@ class Clients:
             clients = self._loops.setdefault(loop, {})
             client = clients.get(explicit)
             if client is None:
+                # Open connections refer to their loop, so an ended loop would be kept alive by its own clients.
+                for ended in [other for other in self._loops if other.is_closed()]:
+                    del self._loops[ended]
                 client = httpx.AsyncClient(limits=_LIMITS, trust_env=explicit, verify=self._verify())
                 clients[explicit] = client
             return client
