@@ -30,6 +30,7 @@ class Record:
     space: Space
     manifest: Manifest
     tokens: array[int]
+    tenant: str
     tiers: set[str] = field(default_factory=set)
     own: bool = False  # written by this process
     messages: bytes | None = None  # kept only while there is no durable copy

@@ -25,11 +25,11 @@ def check(repository: Repository, *, repair: bool = False) -> FsckReport:
     """Reads everything. StoreUnavailable when the store cannot be read."""
     listing = inventory.take(repository.objects(keys.ROOT))
     run = _Run(repository, listing, repair)
-    run.kv_files()
-    run.snapshots()
-    run.refs()
-    run.anchors()
-    run.leftovers()
+    run.check_kv_files()
+    run.check_snapshots()
+    run.check_refs()
+    run.check_anchors()
+    run.check_leftovers()
     return FsckReport(repository.tier, len(listing.snapshots), len(listing.kv), listing.nbytes, run.problems)
 
 
@@ -42,7 +42,7 @@ class _Run:
         self.pieces: dict[tuple[Space, str], list[PieceRef]] = {}
         self.whole: dict[tuple[Space, str], Manifest] = {}
 
-    def kv_files(self) -> None:
+    def check_kv_files(self) -> None:
         for (space, name), info in self.listing.kv.items():
             try:
                 self.pieces[space, name] = check_kv_file(self.repository.store.get(info.key), name)
@@ -53,7 +53,7 @@ class _Run:
             except SnapshotError as error:
                 self.found("damaged", info.key, str(error), self.deleter(info))
 
-    def snapshots(self) -> None:
+    def check_snapshots(self) -> None:
         for (space, snapshot_id), info in self.listing.snapshots.items():
             try:
                 self.whole[space, snapshot_id] = self.read_snapshot(space, snapshot_id, info)
@@ -83,6 +83,8 @@ class _Run:
 
     def check_piece(self, space: Space, piece: PieceRef) -> None:
         held = self.pieces.get((space, piece.file))
+        if held is None and (space, piece.file) not in self.listing.kv:
+            held = self.written_meanwhile(space, piece.file)
         if held is None:
             raise _Missing(f"KV file {piece.file[:12]} is missing or damaged")
         for candidate in held:
@@ -95,7 +97,24 @@ class _Run:
                 return
         raise _Missing(f"KV file {piece.file[:12]} does not hold tokens [{piece.start}, {piece.tensor_end})")
 
-    def refs(self) -> None:
+    def written_meanwhile(self, space: Space, file: str) -> list[PieceRef] | None:
+        """A listing takes time, and writers go on: look again before calling a file missing."""
+        try:
+            self.pieces[space, file] = check_kv_file(self.repository.store.get(space.kv(file)), file)
+        except NotFound:
+            return None
+        return self.pieces[space, file]
+
+    def is_there(self, space: Space, snapshot_id: str) -> bool:
+        if (space, snapshot_id) in self.listing.snapshots:
+            return (space, snapshot_id) in self.whole
+        try:
+            self.repository.store.head(space.snapshot(snapshot_id))
+        except NotFound:
+            return False
+        return True
+
+    def check_refs(self) -> None:
         for space, _, info in self.listing.other.get("ref", []):
             try:
                 data, tag = self.repository.store.get_tagged(info.key)
@@ -107,7 +126,7 @@ class _Run:
             except SnapshotError as error:
                 self.found(_kind(error), info.key, str(error), self.deleter(info))
                 continue
-            gone = frozenset(e.snapshot_id for e in ref.entries if (space, e.snapshot_id) not in self.whole)
+            gone = frozenset(e.snapshot_id for e in ref.entries if not self.is_there(space, e.snapshot_id))
             if ref.head in gone:
                 fix = self.ref_fixer(space, ref, gone, tag, info)
                 self.found("dangling", info.key, f"its head {ref.head} is not there", fix)
@@ -124,7 +143,7 @@ class _Run:
 
         return fix
 
-    def anchors(self) -> None:
+    def check_anchors(self) -> None:
         for space, name, info in self.listing.other.get("anchor", []):
             try:
                 anchor = records.decode_anchor(self.repository.store.get(info.key), name, self.repository.signer(space))
@@ -135,16 +154,16 @@ class _Run:
             except SnapshotError as error:
                 self.found(_kind(error), info.key, str(error), self.deleter(info))
                 continue
-            if (space, anchor.snapshot_id) not in self.whole:
+            if not self.is_there(space, anchor.snapshot_id):
                 message = f"its snapshot {anchor.snapshot_id} is not there"
                 self.found("orphan", info.key, message, self.deleter(info))
 
-    def leftovers(self) -> None:
+    def check_leftovers(self) -> None:
         for (space, name), info in inventory.unreferenced(self.listing, self.whole).items():
             if (space, name) in self.pieces:
                 self.found("orphan", info.key, "no snapshot needs it", None)  # the sweep's, after its grace period
         for (space, snapshot_id), info in self.listing.labels.items():
-            if (space, snapshot_id) not in self.whole:
+            if not self.is_there(space, snapshot_id):
                 self.found("orphan", info.key, "its snapshot is not there", self.deleter(info))
         for info in self.listing.unknown:
             self.found("unknown", info.key, "not an object of ours", None)

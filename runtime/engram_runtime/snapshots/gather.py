@@ -66,9 +66,9 @@ def keep_on_host(shared: Shared, gathered: Gathered) -> bool:
     return kept
 
 
-def redraft(shared: Shared, record: Record, tenant: str) -> Draft:
+def redraft(shared: Shared, record: Record) -> Draft:
     """A draft of a snapshot that so far lives on the host tier only. SnapshotError when its state was evicted."""
-    chain = shared.chain(tenant, record.tokens)
+    chain = shared.chain(record.tenant, record.tokens)
     state: Mapping[str, Tensor] = {}
     if shared.layout.states:
         found = shared.host.get(ItemKey(record.space, record.snapshot_id, STATE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -63,9 +64,12 @@ class _Search:
 
 
 class Restorer:
-    def __init__(self, shared: Shared, loader: Loader) -> None:
+    """`confirmed(record)`: does the tier whose word counts still have it?"""
+
+    def __init__(self, shared: Shared, loader: Loader, confirmed: Callable[[Record], bool]) -> None:
         self._shared = shared
         self._loader = loader
+        self._confirmed = confirmed
 
     def find(self, query: RestoreQuery) -> Fetched | Miss:
         """See types.Snapshots.find. ValueError for a malformed query, nothing else."""
@@ -129,7 +133,7 @@ class Restorer:
         """The explicit choice: no cost check, and any failure is reported as one."""
         try:
             record = self._load(search, snapshot_id)
-            if not self._still_there(record):
+            if not self._confirmed(record):
                 raise NotFound(f"snapshot {snapshot_id} does not exist")
             position = search.offer(record, self._shared.clock())
             if position <= search.query.min_position:
@@ -147,22 +151,6 @@ class Restorer:
         if position:
             return f"snapshot {record.snapshot_id} restores no more than the {search.query.min_position} tokens at hand"
         return f"the prompt does not begin with the tokens of snapshot {record.snapshot_id}"
-
-    def _still_there(self, record: Record) -> bool:
-        """Another replica may have deleted what this one remembers: the authority is asked."""
-        authority = self._shared.authority
-        if authority is None or authority.name not in record.tiers:
-            return True
-        try:
-            with authority.reading():
-                authority.repository.store.head(record.space.snapshot(record.snapshot_id))
-        except NotFound:
-            self._shared.forget(record, authority.name)
-            self._shared.catalogue.remove(record.space, record.snapshot_id)
-            return False
-        except SnapshotError:
-            return True  # out of reach: what is here may be used
-        return True
 
     def _from_memory(self, search: _Search) -> None:
         matches = self._shared.catalogue.matches(

@@ -95,11 +95,11 @@ class Saver:
             capture.release()
             self._dropped(capture.on_done, capture.snapshot_id, capture.branch_name, reason)
 
-    def make_durable(self, record: Record, tenant: str, on_done: Callable[[SaveResult], None] | None = None) -> None:
+    def make_durable(self, record: Record, on_done: Callable[[SaveResult], None] | None = None) -> None:
         """Write a snapshot that lives on the host tier only."""
         with self._idle:
             self._writes += 1
-        self._lane(self._lanes, record.manifest.conversation_id).put(lambda: self._harden(record, tenant, on_done))
+        self._lane(self._lanes, record.manifest.conversation_id).put(lambda: self._harden(record, on_done))
 
     def in_background(self, conversation_id: str, work: Callable[[], None]) -> bool:
         """Run `work` in the conversation's lane when the saver has nothing to catch up with; False when it has."""
@@ -188,7 +188,7 @@ class Saver:
         durable = capture.durable and bool(shared.tiers)
         if not kept and not durable:
             raise SnapshotError("host_full")
-        record = Record(space, draft.manifest, chain.tokens, set(), own=True, messages=capture.messages)
+        record = Record(space, draft.manifest, chain.tokens, capture.tenant, own=True, messages=capture.messages)
         if shared.catalogue.add(record, chain) is None:
             raise SnapshotError("deleted")
         shared.counters.add("saves.host")
@@ -207,12 +207,12 @@ class Saver:
             self._backlog_bytes += draft.nbytes
         return _Write(record, draft, on_done)
 
-    def _harden(self, record: Record, tenant: str, on_done: Callable[[SaveResult], None] | None) -> None:
+    def _harden(self, record: Record, on_done: Callable[[SaveResult], None] | None) -> None:
         try:
             if record.tiers or self._shared.catalogue.get(record.space, record.snapshot_id) is None:
                 self._done(on_done, self._result(record, "" if record.tiers else "deleted"))
                 return
-            write = self._begin(record, redraft(self._shared, record, tenant), on_done)
+            write = self._begin(record, redraft(self._shared, record), on_done)
         except (SnapshotError, ValueError) as error:
             self._dropped(on_done, record.snapshot_id, record.manifest.branch_name, str(error))
             return
@@ -333,7 +333,7 @@ class Saver:
         if capture.snapshot_id != existing.snapshot_id:
             shared.catalogue.alias(existing.space, capture.snapshot_id, existing.snapshot_id)
         if capture.durable and shared.tiers and not existing.tiers:
-            self.make_durable(existing, capture.tenant, capture.on_done)
+            self.make_durable(existing, capture.on_done)
             return
         self._done(capture.on_done, self._result(existing, "unchanged"))
 

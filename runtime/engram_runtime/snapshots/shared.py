@@ -79,7 +79,7 @@ class Shared:
             if self.config.verify and chain.key(opened.manifest.forwarded) != opened.manifest.chain:
                 trouble = SnapshotError("token ids do not give the manifest's chain: another tenant's or model's")
                 continue
-            record = self.catalogue.add(Record(space, opened.manifest, tokens, {tier.name}, label=label), chain)
+            record = self.catalogue.add(Record(space, opened.manifest, tokens, tenant, {tier.name}, label=label), chain)
             if record is not None:
                 return record
         raise trouble or NotFound(f"snapshot {snapshot_id} does not exist")

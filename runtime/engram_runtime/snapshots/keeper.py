@@ -1,0 +1,402 @@
+"""Looks snapshots up, describes, labels, moves and deletes them: the verbs behind the REST calls."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+from engram_runtime.errors import Conflict, NotFound, SnapshotError
+from engram_runtime.snapshots import commit
+from engram_runtime.snapshots.catalogue import Record
+from engram_runtime.snapshots.events import EventLog
+from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.policy import ids, keys
+from engram_runtime.snapshots.policy.boundaries import rank
+from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.manifest import Manifest
+from engram_runtime.snapshots.policy.records import Anchor, Label
+from engram_runtime.snapshots.policy.refs import RefEntry
+from engram_runtime.snapshots.quota import DiskQuota
+from engram_runtime.snapshots.shared import Shared
+from engram_runtime.snapshots.tiers import Tier
+from engram_runtime.snapshots.types import SnapshotContent, SnapshotInfo
+
+log = logging.getLogger(__name__)
+REFRESH_FRACTION = 16  # a snapshot's age is renewed at most this many times per max_age
+REFRESH_AT_MOST = 3600.0
+
+
+class Keeper:
+    def __init__(self, shared: Shared, quota: DiskQuota) -> None:
+        self._shared = shared
+        self._quota = quota
+        self._events: EventLog | None = None
+        self._lock = threading.Lock()
+        self._active: set[Space] = set()  # tenants seen since the last poll
+        self._refreshed: dict[tuple[Space, str], float] = {}
+
+    def attach(self, events: EventLog) -> None:
+        self._events = events
+
+    def space(self, tenant: str) -> Space:
+        ids.check_tenant(tenant)
+        space = self._shared.space(tenant)
+        with self._lock:
+            self._active.add(space)
+        return space
+
+    # Looking up
+
+    def lookup(self, tenant: str, snapshot_id: str) -> Record:
+        """NotFound unless it is there, this tenant's, not deleted by anyone, and not expired."""
+        ids.check_snapshot_id(snapshot_id)
+        record = self._shared.load(self.space(tenant), snapshot_id, tenant)
+        if record.expired(self._shared.clock()) or not self.confirmed(record):
+            raise NotFound(f"snapshot {snapshot_id} does not exist")
+        return record
+
+    def resolve(self, tenant: str, conversation_id: str, turn_number: int | None, branch_name: str) -> Record:
+        """The head of the branch, or the newest snapshot of a turn on it."""
+        ids.check_conversation_id(conversation_id)
+        ids.check_branch_name(branch_name)
+        space = self.space(tenant)
+        order: dict[str, tuple[float, int]] = {}
+        for record in self._shared.catalogue.conversation(space, conversation_id):
+            manifest = record.manifest
+            if manifest.branch_name == branch_name and turn_number in (None, manifest.turn_number):
+                order[manifest.snapshot_id] = (manifest.created, rank(manifest.boundary))
+        heads = []
+        for tier in reversed(self._shared.tiers):
+            try:
+                with tier.reading():
+                    stored = tier.repository.read_ref(space, conversation_id, branch_name)
+            except SnapshotError:
+                continue
+            if stored is None or stored.ref is None:
+                continue
+            for entry in stored.ref.entries:
+                if turn_number in (None, entry.turn_number):
+                    order.setdefault(entry.snapshot_id, (ids.id_time(entry.snapshot_id), rank(entry.boundary)))
+            if turn_number is None:
+                heads.append(stored.ref.head)
+            break  # the shared store's word counts
+        newest = sorted(order, key=lambda snapshot_id: order[snapshot_id], reverse=True)
+        for snapshot_id in (*self._preferred(space, heads, newest), *newest):
+            with suppress(NotFound):
+                return self.lookup(tenant, snapshot_id)
+        what = "" if turn_number is None else f", turn {turn_number}"
+        raise NotFound(f"conversation {conversation_id!r}{what} has no snapshot on branch {branch_name!r}")
+
+    def _preferred(self, space: Space, heads: list[str], newest: list[str]) -> list[str]:
+        """The durable head, unless this process holds something newer that is not durable yet."""
+        if not newest:
+            return heads
+        first = self._shared.catalogue.get(space, newest[0])
+        return [newest[0], *heads] if first is not None and not first.tiers else heads
+
+    def confirmed(self, record: Record) -> bool:
+        """Another replica may have deleted it: the authority is asked, and believed when it answers."""
+        authority = self._shared.authority
+        if authority is None or authority.name not in record.tiers:
+            return True
+        try:
+            with authority.reading():
+                authority.repository.store.head(record.space.snapshot(record.snapshot_id))
+        except NotFound:
+            self.learn_gone(record.space, record.snapshot_id)
+            return False
+        except SnapshotError:
+            return True
+        return True
+
+    def ids_newest_first(self, tenant: str, conversation_id: str | None, after: str | None) -> Iterator[str]:
+        """Ids in ascending order, which is newest first; `after` excluded. Durable and host-only ones merged."""
+        space = self.space(tenant)
+        known = self._shared.catalogue.records(space)
+        found = {record.snapshot_id for record in known if not record.tiers}
+        if conversation_id is not None:
+            ids.check_conversation_id(conversation_id)
+            for tier in self._shared.tiers:
+                with suppress(StoreUnavailable), tier.reading():
+                    for ref in tier.repository.read_refs(space, conversation_id):
+                        found |= {entry.snapshot_id for entry in ref.entries}
+            found |= {record.snapshot_id for record in known if record.manifest.conversation_id == conversation_id}
+            yield from sorted(snapshot_id for snapshot_id in found if after is None or snapshot_id > after)
+            return
+        local = sorted(snapshot_id for snapshot_id in found if after is None or snapshot_id > after)
+        for snapshot_id in self._durable_ids(space, after):
+            while local and local[0] < snapshot_id:
+                yield local.pop(0)
+            if local and local[0] == snapshot_id:
+                local.pop(0)
+            yield snapshot_id
+        yield from local
+
+    def _durable_ids(self, space: Space, after: str | None) -> Iterator[str]:
+        start = None if after is None else space.snapshot(after)
+        for tier in reversed(self._shared.tiers):
+            try:
+                with tier.reading():
+                    for info in tier.repository.objects(space.snapshots(), start):
+                        parsed = keys.parse(info.key)
+                        if parsed is not None:
+                            yield parsed.name
+                return
+            except StoreUnavailable:
+                continue
+
+    # Describing
+
+    def info(self, record: Record) -> SnapshotInfo:
+        manifest = record.manifest
+        tiers = set(record.tiers)
+        if self._on_host(record):
+            tiers.add("host")
+        return _summary(
+            manifest, record, tuple(t for t in ("host", "disk", "store") if t in tiers), self._is_head(record)
+        )
+
+    def describe(self, space: Space, snapshot_id: str) -> SnapshotInfo:
+        """For events: from memory, else from the manifest alone."""
+        record = self._shared.catalogue.get(space, snapshot_id)
+        if record is not None:
+            return self.info(record)
+        for tier in reversed(self._shared.tiers):
+            with suppress(NotFound):
+                opened = tier.repository.open_snapshot(space, snapshot_id)
+                return _summary(opened.manifest, None, (tier.name,), False)
+        raise NotFound(f"snapshot {snapshot_id} does not exist")
+
+    def content(self, record: Record) -> SnapshotContent:
+        manifest = record.manifest
+        messages = record.messages
+        if messages is None and manifest.tensor("messages") is not None:
+            messages = self._read_messages(record)
+        tokens = list(record.tokens[: manifest.forwarded])
+        return SnapshotContent(
+            tokens, list(manifest.pending_ids), messages, manifest.tokenizer_digest, manifest.template_digest
+        )
+
+    def _read_messages(self, record: Record) -> bytes | None:
+        trouble: SnapshotError = NotFound(f"snapshot {record.snapshot_id} does not exist")
+        for tier in self._shared.tiers:
+            try:
+                opened = self._shared.open(tier, record.space, record.snapshot_id)
+                with tier.reading():
+                    return tier.repository.read_messages(opened)
+            except NotFound:
+                continue
+            except SnapshotError as error:
+                trouble = error
+        raise trouble
+
+    def _on_host(self, record: Record) -> bool:
+        wanted = [ItemKey(record.space, ref.file, ref.tensor) for ref in record.manifest.pieces]
+        if self._shared.layout.states:
+            wanted.append(ItemKey(record.space, record.snapshot_id, STATE))
+        return bool(wanted) and all(key in self._shared.host for key in wanted)
+
+    def _is_head(self, record: Record) -> bool:
+        manifest = record.manifest
+        for tier in reversed(self._shared.tiers):
+            if tier.name in record.tiers:
+                with suppress(SnapshotError), tier.reading():
+                    stored = tier.repository.read_ref(record.space, manifest.conversation_id, manifest.branch_name)
+                    return stored is not None and stored.ref is not None and stored.ref.head == record.snapshot_id
+        return False
+
+    # Changing
+
+    def set_head(self, record: Record) -> None:
+        """SnapshotError when it is on no durable tier, or the authority is out of reach."""
+        authority = self._shared.authority
+        if authority is None or authority.name not in record.tiers:
+            raise SnapshotError("only a durable snapshot can be made the head; save it first")
+        for tier in self._shared.tiers:
+            if tier is authority or tier.name in record.tiers:
+                with tier.writing():
+                    commit.force_head(tier.repository, record.space, record.manifest)
+
+    def relabel(self, record: Record, *, tag: str | None, pin: bool | None, ttl_seconds: int | None) -> None:
+        if tag is None and pin is None and ttl_seconds is None:
+            return
+        label = Label(
+            record.pinned if pin is None else pin,
+            record.tag if tag is None else tag,
+            record.expires if ttl_seconds is None else self._shared.clock() + ttl_seconds,
+        )
+        for tier in self._shared.tiers:
+            if tier.name in record.tiers:
+                with tier.writing():
+                    tier.repository.write_label(record.space, record.snapshot_id, label)
+        record.label = label
+
+    def delete(self, record: Record) -> None:
+        """Gone here at once and for good; SnapshotError when a tier could not be told."""
+        self.learn_gone(record.space, record.snapshot_id)
+        event_id = ids.new_id(self._shared.clock())
+        trouble: SnapshotError | None = None
+        authority = self._shared.authority
+        for tier in self._shared.tiers:
+            try:
+                self._erase(tier, record)
+                if tier is authority:
+                    with tier.writing():
+                        tier.repository.write_tombstone(record.space, event_id, [record.snapshot_id])
+            except SnapshotError as error:
+                trouble = error
+        if self._events is not None:
+            self._events.deleted(record.space, event_id, record.snapshot_id)
+        self._shared.counters.add("deletes")
+        if trouble is not None:
+            raise SnapshotError(f"deleted here, but not on every tier: {trouble}") from trouble
+
+    def erase_everywhere(self, record: Record) -> None:
+        """A save finished after the snapshot had been deleted."""
+        for tier in self._shared.tiers:
+            try:
+                self._erase(tier, record)
+            except SnapshotError as error:
+                log.warning("deleted snapshot %s stays on tier %s: %s", record.snapshot_id, tier.name, error)
+
+    def _erase(self, tier: Tier, record: Record) -> None:
+        with tier.writing():
+            if tier.name == "disk":
+                with self._quota.exclusive():
+                    commit.erase(tier.repository, record.space, record.manifest)
+            else:
+                commit.erase(tier.repository, record.space, record.manifest)
+
+    # Being told
+
+    def saved(self, record: Record) -> None:
+        if self._events is not None:
+            self._events.saved(record.space, record.snapshot_id, self.info(record))
+
+    def learn_gone(self, space: Space, snapshot_id: str) -> None:
+        """Deleted, by whomever: forget it, keep it from coming back, free its state."""
+        record = self._shared.catalogue.mark_gone(space, snapshot_id)
+        self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
+        if record is None:
+            return
+        for ref in record.manifest.pieces:
+            if self._shared.catalogue.piece(space, ref.start, ref.chain) is None:
+                self._shared.host.remove(ItemKey(space, ref.file, ref.tensor))
+        for tier in self._shared.tiers:
+            if tier is not self._shared.authority and tier.name in record.tiers:
+                with suppress(SnapshotError):
+                    self._erase(tier, record)
+
+    def swept(self, space: Space, snapshot_id: str) -> None:
+        """A sweep took it from one tier; the others follow their own copy of the rules."""
+        record = self._shared.catalogue.remove(space, snapshot_id)
+        if record is not None:
+            self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
+
+    def used(self, record: Record, tier_name: str) -> None:
+        """After a restore: renew its age, and bring a copy from the store to the disk."""
+        with self._lock:
+            self._active.add(record.space)
+        self._refresh(record)
+        if tier_name == "store":
+            self._promote(record)
+
+    def poll(self) -> None:
+        """Read the tombstones of tenants that were active."""
+        with self._lock:
+            spaces = list(self._active)
+            self._active.clear()
+        authority = self._shared.authority
+        if authority is None or self._events is None:
+            return
+        for space in spaces:
+            with suppress(SnapshotError):
+                self._events.refresh(space, authority)
+
+    def host_only_tips(self) -> list[Record]:
+        """The newest snapshot of each branch, where that is not durable."""
+        newest: dict[tuple[Space, str, str], Record] = {}
+        for record in self._shared.catalogue.records():
+            manifest = record.manifest
+            key = (record.space, manifest.conversation_id, manifest.branch_name)
+            known = newest.get(key)
+            if known is None or _age(known.manifest) < _age(manifest):
+                newest[key] = record
+        return [record for record in newest.values() if record.own and not record.tiers]
+
+    def _refresh(self, record: Record) -> None:
+        max_age = self._shared.config.max_age_seconds
+        pause = REFRESH_AT_MOST if max_age is None else min(max_age / REFRESH_FRACTION, REFRESH_AT_MOST)
+        now = self._shared.clock()
+        key = (record.space, record.snapshot_id)
+        with self._lock:
+            if now - self._refreshed.get(key, record.manifest.created) < pause:
+                return
+            if len(self._refreshed) > 1 << 16:
+                self._refreshed.clear()
+            self._refreshed[key] = now
+        for tier in self._shared.tiers:
+            if tier.name in record.tiers:
+                with suppress(SnapshotError), tier.writing():
+                    tier.repository.store.touch(record.space.snapshot(record.snapshot_id))
+
+    def _promote(self, record: Record) -> None:
+        """Copy from the store to the disk, content first, manifest last, as a save does."""
+        disk = next((tier for tier in self._shared.tiers if tier.name == "disk"), None)
+        store = next((tier for tier in self._shared.tiers if tier.name == "store"), None)
+        if disk is None or store is None or "disk" in record.tiers or not disk.writes.closed:
+            return
+        key = record.space.snapshot(record.snapshot_id)
+        with store.reading():
+            data = store.repository.store.get(key)
+        with disk.writing(), self._quota.room(len(data) + record.manifest.kv_bytes):
+            for file in sorted(record.manifest.files()):
+                path = record.space.kv(file)
+                try:
+                    disk.repository.store.touch(path)
+                except NotFound:
+                    with suppress(Conflict):
+                        disk.repository.store.put(path, self._shared.sources.read(record.space, file), if_absent=True)
+                disk.repository.mark_live(path)
+            disk.repository.store.put(key, [data])
+            for anchor in record.manifest.anchors:
+                disk.repository.write_anchor(record.space, anchor.name, Anchor(record.snapshot_id, anchor.position))
+            stored = disk.repository.read_ref(
+                record.space, record.manifest.conversation_id, record.manifest.branch_name
+            )
+            if stored is None or stored.ref is None or _newer(RefEntry.of(record.manifest), stored.ref.head_entry):
+                commit.force_head(disk.repository, record.space, record.manifest)
+        record.tiers.add("disk")
+        self._shared.counters.add("promotions.disk")
+
+
+def _age(manifest: Manifest) -> tuple[float, int]:
+    return (manifest.created, rank(manifest.boundary))
+
+
+def _newer(left: RefEntry, right: RefEntry) -> bool:
+    return (left.turn_number, rank(left.boundary)) > (right.turn_number, rank(right.boundary))
+
+
+def _summary(manifest: Manifest, record: Record | None, tiers: tuple[str, ...], is_head: bool) -> SnapshotInfo:
+    return SnapshotInfo(
+        snapshot_id=manifest.snapshot_id,
+        parent_id=manifest.parent_id,
+        conversation_id=manifest.conversation_id,
+        branch_name=manifest.branch_name,
+        turn_number=manifest.turn_number,
+        boundary=manifest.boundary,
+        tokens=manifest.forwarded,
+        pending=len(manifest.pending_ids),
+        bytes=manifest.nbytes,
+        tiers=tiers,
+        created=manifest.created,
+        expires=manifest.expires if record is None else record.expires,
+        pinned=manifest.pinned if record is None else record.pinned,
+        tag=manifest.tag if record is None else record.tag,
+        state_abi=manifest.state_abi,
+        is_head=is_head,
+    )
