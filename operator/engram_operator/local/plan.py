@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engram_operator.builders.settings import SHM_PATH
 from engram_operator.errors import ResourceError
 from engram_operator.local.rewrite import Rewriter, expand
-from engram_operator.local.secrets import LocalSecrets, variable_prefix
+from engram_operator.local.secrets import LocalSecrets
+from engram_operator.local.volumes import UNMAPPED, PodVolumes
 
 # What one machine without a scheduler, an image and a security boundary of its own has no use for.
 CLUSTER_ONLY_POD = frozenset(
@@ -119,7 +119,7 @@ def plan_pod(
     if problems:
         raise ResourceError(problems)
     claims = {template["metadata"]["name"] for template in spec.get("volumeClaimTemplates") or []}
-    volumes = _Volumes(metadata["namespace"], name, machine)
+    volumes = PodVolumes(metadata["namespace"], name, machine.state_dir, machine.secrets)
     for claim in sorted(claims):
         volumes.keep_claim(claim, f"{claim}-{name}")
     for volume in pod.get("volumes") or []:
@@ -161,101 +161,9 @@ def gpus_needed(stateful_set: Mapping[str, Any]) -> int:
     return count
 
 
-class _Volumes:
-    """The pod's volumes as folders; collects what must be made before the pod starts."""
-
-    def __init__(self, namespace: str, pod: str, machine: Machine) -> None:
-        self.namespace, self.pod = namespace, pod
-        self.folder = machine.state_dir / "pods" / namespace / pod
-        self.problems: list[str] = []
-        self.clear: list[Path] = [self.folder / "volumes"]
-        self.keep: list[Path] = []
-        self.files: dict[Path, bytes] = {}
-        self._claims = machine.state_dir / "volumes" / namespace
-        self._secrets = machine.secrets
-        self._folders: dict[str, Path | None] = {}  # None: stays what it is on this machine
-
-    def keep_claim(self, volume: str, claim: str) -> None:
-        self._folders[volume] = self._claims / claim
-        self.keep.append(self._claims / claim)
-
-    def add(self, volume: Mapping[str, Any]) -> None:
-        name = volume["name"]
-        folder = self.folder / "volumes" / name
-        match [kind for kind in volume if kind != "name"]:
-            case ["emptyDir"]:
-                self._folders[name] = folder
-                self.clear.append(folder)
-            case ["persistentVolumeClaim"]:
-                self.keep_claim(name, volume["persistentVolumeClaim"]["claimName"])
-            case ["secret"]:
-                self._folders[name] = folder
-                source = volume["secret"]
-                self._add_secret(folder, source["secretName"], source)
-            case ["projected"]:
-                self._folders[name] = folder
-                for index, source in enumerate(volume["projected"].get("sources") or []):
-                    if set(source) == {"secret"}:
-                        self._add_secret(folder, source["secret"]["name"], source["secret"])
-                    else:
-                        kind = ", ".join(source)
-                        self.problems.append(f"pod field spec.volumes[{name}].projected.sources[{index}].{kind}{_NO}")
-            case kinds:
-                self.problems.append(f"pod field spec.volumes[{name}].{', '.join(kinds)}{_NO}")
-
-    def mount(self, container: str, mount: Mapping[str, Any]) -> Path | None:
-        """The folder behind a mount; None for one that stays this machine's own."""
-        if mount["mountPath"] == SHM_PATH:
-            return None
-        for field in mount:
-            if field not in ("name", "mountPath", "readOnly", "subPath"):
-                self.problems.append(f"pod field spec.containers[{container}].volumeMounts.{field}{_NO}")
-        folder = self._folders.get(mount["name"])
-        if folder is None:
-            if mount["name"] not in self._folders:
-                self.problems.append(f"pod field spec.containers[{container}].volumeMounts: no volume {mount['name']}")
-            return None
-        if sub_path := mount.get("subPath"):
-            folder = folder / sub_path
-            self.keep.append(folder)
-        return folder
-
-    def secret_value(self, reference: Mapping[str, Any], where: str) -> str | None:
-        """A variable from a Secret; None when it is optional and not given."""
-        data = self._secrets.read(reference["name"])
-        if reference["key"] in data:
-            return data[reference["key"]].decode()
-        if not reference.get("optional"):
-            self.problems.append(f"{where}: {_missing_secret(reference['name'], reference['key'])}")
-        return None
-
-    def _add_secret(self, folder: Path, secret: str, source: Mapping[str, Any]) -> None:
-        data = self._secrets.read(secret)
-        optional = source.get("optional", False)
-        items = source.get("items")
-        wanted = {item["key"]: item["path"] for item in items} if items else {key: key for key in data}
-        self.keep.append(folder)
-        if not data and not optional:
-            self.problems.append(_missing_secret(secret, *wanted))
-            return
-        for key, path in wanted.items():
-            if key in data:
-                self.files[folder / path] = data[key]
-            elif not optional:
-                self.problems.append(_missing_secret(secret, key))
-
-
-_NO = " cannot be mapped to a local process"
-
-
-def _missing_secret(secret: str, *keys: str) -> str:
-    lines = ", ".join(f"{variable_prefix(secret)}__{key}=..." for key in keys or ("KEY",))
-    return f'Secret "{secret}" is missing: write {lines} to a file and give it as --env-file'
-
-
 def _container(
     container: Mapping[str, Any],
-    volumes: _Volumes,
+    volumes: PodVolumes,
     ports: Mapping[str, int],
     gpus: tuple[str, ...],
     pod_metadata: Mapping[str, Any],
@@ -271,7 +179,7 @@ def _container(
     for port in container.get("ports") or []:
         local = ports.get(port.get("name", ""))
         if local is None:
-            raise ResourceError([f"pod field {where}.ports[{port.get('name', port['containerPort'])}]{_NO}"])
+            raise ResourceError([f"pod field {where}.ports[{port.get('name', port['containerPort'])}]{UNMAPPED}"])
         flags[PORT_FLAGS[port["name"]]] = (port["containerPort"], local)
         numbers[port["name"]] = numbers[port["containerPort"]] = local
     rewriter = Rewriter(mounts, flags)
@@ -292,7 +200,7 @@ def _container(
 
 
 def _variables(
-    container: Mapping[str, Any], volumes: _Volumes, pod_metadata: Mapping[str, Any], where: str
+    container: Mapping[str, Any], volumes: PodVolumes, pod_metadata: Mapping[str, Any], where: str
 ) -> dict[str, str]:
     """The container's variables, each expanded with those before it, as the kubelet does."""
     fields = {
@@ -316,7 +224,7 @@ def _variables(
             if value is not None:
                 variables[entry["name"]] = value
         else:
-            raise ResourceError([f"{at}.valueFrom.{', '.join(source)}{_NO}"])
+            raise ResourceError([f"{at}.valueFrom.{', '.join(source)}{UNMAPPED}"])
     return variables
 
 
@@ -328,7 +236,7 @@ def _probe(spec: Mapping[str, Any], ports: Mapping[Any, int], where: str) -> Pro
     unknown = sorted(set(spec) - known)
     get = spec.get("httpGet")
     if unknown or get is None or get.get("scheme", "HTTP") != "HTTP" or "host" in get:
-        raise ResourceError([f"pod field {where}{'.' + unknown[0] if unknown else ''}{_NO}: httpGet over HTTP is"])
+        raise ResourceError([f"pod field {where}{'.' + unknown[0] if unknown else ''}{UNMAPPED}: httpGet over HTTP is"])
     if get["port"] not in ports:
         raise ResourceError([f"pod field {where}.httpGet.port: {get['port']!r} is no port of the container"])
     path = "/" + str(get.get("path", "/")).lstrip("/")
@@ -345,16 +253,16 @@ def _probe(spec: Mapping[str, Any], ports: Mapping[Any, int], where: str) -> Pro
 
 def _unmapped(pod: Mapping[str, Any]) -> Iterator[str]:
     for field in sorted(set(pod) - MAPPED_POD - CLUSTER_ONLY_POD):
-        yield f"pod field spec.{field}{_NO}"
+        yield f"pod field spec.{field}{UNMAPPED}"
     for extra in pod["containers"][1:]:
-        yield f"pod field spec.containers[{extra['name']}]{_NO}: one container per pod is"
+        yield f"pod field spec.containers[{extra['name']}]{UNMAPPED}: one container per pod is"
     for part in ("initContainers", "containers"):
         for container in pod.get(part) or []:
             where = f"pod field spec.{part}[{container['name']}]"
             for field in sorted(set(container) - MAPPED_CONTAINER - CLUSTER_ONLY_CONTAINER):
-                yield f"{where}.{field}{_NO}"
+                yield f"{where}.{field}{UNMAPPED}"
             hooks = container.get("lifecycle") or {}
             for hook, action in hooks.items():
                 # The sleep waits for Services to forget the pod; the endpoints file forgets it before the signal.
                 if hook != "preStop" or set(action) != {"sleep"}:
-                    yield f"{where}.lifecycle.{hook}{_NO}"
+                    yield f"{where}.lifecycle.{hook}{UNMAPPED}"

@@ -18,7 +18,7 @@ from engram_operator.local.process import ContainerProcess, describe_exit
 
 BACKOFF_FIRST_SECONDS = 1.0
 BACKOFF_LAST_SECONDS = 10.0
-STEADY_SECONDS = 10.0  # a container that ran this long is not in a crash loop
+STEADY_SECONDS = 10.0  # a container that was ready for this long is not in a crash loop
 
 
 class PodRunner:
@@ -33,6 +33,7 @@ class PodRunner:
         self._lock: int | None = None
         self._backoff = 0.0
         self._ready = False
+        self._ready_since: float | None = None
 
     def stop(self) -> None:
         """Ask for the orderly end: SIGTERM and the grace time."""
@@ -99,7 +100,7 @@ class PodRunner:
         return False
 
     async def _run_main(self, container: LocalContainer) -> None:
-        began = time.monotonic()
+        self._ready_since = None
         process = await self._start(container, "Starting")
         if process is None:
             return
@@ -112,7 +113,8 @@ class PodRunner:
             if probing.done() and not waiting.done() and not stopping.done() and probing.exception() is None:
                 await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             self._set_ready(False)
-            failure = probing.exception() if probing.done() and not probing.cancelled() else None
+            failure = probing.exception() if probing.done() else None
+            probing.cancel()  # what a container says while it ends is no news
             if waiting.done():
                 code = waiting.result()
                 reason = "Completed" if code == 0 else "Crashed"
@@ -129,8 +131,12 @@ class PodRunner:
                 task.cancel()
             process.kill()
             await asyncio.gather(probing, waiting, stopping, return_exceptions=True)
-        if time.monotonic() - began >= STEADY_SECONDS:
+        if self._ready_for() >= STEADY_SECONDS:
             self._backoff = 0.0
+
+    def _ready_for(self) -> float:
+        """Seconds since the running container was ready first; 0 when it never was."""
+        return time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
 
     async def _start(self, container: LocalContainer, phase: Phase) -> ContainerProcess | None:
         assert self._lock is not None, "acquire() comes first"
@@ -174,6 +180,7 @@ class PodRunner:
     def _readiness_changed(self, ready: bool, why: str) -> None:
         self._set_ready(ready)
         if ready:
+            self._ready_since = self._ready_since or time.monotonic()
             self._emit("Ready", "Ready", self.pod.url, {"url": self.pod.url, "admin_url": self.pod.admin_url})
         else:
             self._emit("NotReady", "ReadinessProbeFailed", why)
