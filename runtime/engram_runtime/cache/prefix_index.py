@@ -85,13 +85,14 @@ class PrefixIndex:
 
     def match(self, tenant: str, tokens: Sequence[int], limit: int, needs_state: bool) -> Match:
         """The longest usable prefix of at most `limit` tokens."""
-        path, common = self._walk(self.root(tenant), tokens, min(limit, len(tokens)))
+        limit = min(limit, len(tokens))
+        path, common = self._walk(self.root(tenant), tokens, limit)
         if not path:
             return Match()
-        marks = tuple(self._marks(path, common))
+        marks = tuple(self._marks(path, tokens, limit))
         position, state = common, None
         if needs_state:
-            position, state = self._deepest_state(path, common)
+            position, state = self._deepest_state(path, tokens, limit)
         whole = tuple(node.block for node in path[: common // self.block_size])
         used = -(-position // self.block_size)
         return Match(position, tuple(node.block for node in path[:used]), state, whole, marks)
@@ -118,20 +119,40 @@ class PrefixIndex:
             path.append(best)
         return path, position + length
 
-    def _deepest_state(self, path: list[Node], common: int) -> tuple[int, int | None]:
+    def _alike(self, node: Node, tokens: Sequence[int], limit: int) -> Iterator[tuple[Node, int]]:
+        """`node` and the blocks beside it that begin like it, with the number of tokens they share with `tokens`.
+
+        Where two chains part inside a block, what was recorded before that point may be filed under either.
+        """
+        first = node.depth * self.block_size
+        wanted = tokens[first : min(first + self.block_size, limit)]
+        if node.parent is not None:
+            for sibling in node.parent.by_first[node.tokens[0]]:
+                yield sibling, _common_prefix(sibling.tokens, wanted)
+
+    def _deepest_state(self, path: list[Node], tokens: Sequence[int], limit: int) -> tuple[int, int | None]:
         for node in reversed(path):
-            first = node.depth * self.block_size
-            offsets = [offset for offset in node.states if first + offset <= common]
-            if offsets:
-                return first + max(offsets), node.states[max(offsets)]
+            best, slot = 0, None
+            for place, shared in self._alike(node, tokens, limit):
+                for offset, state in place.states.items():
+                    if best < offset <= shared:
+                        best, slot = offset, state
+            if slot is not None:
+                return node.depth * self.block_size + best, slot
         return 0, None
 
-    def _marks(self, path: list[Node], common: int) -> Iterator[tuple[int, Any]]:
+    def _marks(self, path: list[Node], tokens: Sequence[int], limit: int) -> Iterator[tuple[int, Any]]:
+        last = path[-1]
+        found = {
+            offset: mark
+            for place, shared in self._alike(last, tokens, limit)
+            for offset, mark in place.marks.items()
+            if offset <= shared
+        }
         for node in reversed(path):
-            first = node.depth * self.block_size
-            for offset in sorted(node.marks, reverse=True):
-                if first + offset <= common:
-                    yield first + offset, node.marks[offset]
+            marks = found if node is last else node.marks
+            for offset in sorted(marks, reverse=True):
+                yield node.depth * self.block_size + offset, marks[offset]
 
     # Recording
 

@@ -1,58 +1,156 @@
-"""The engine behind a server: one engine thread, any number of event loops, one stream of outputs per request."""
+"""The engine behind a server: one engine thread, any number of event loops, one stream of outputs per request.
+
+Everything that touches engine state runs on the engine thread; callers post commands and receive outputs through
+queues of their own event loops, so no loop waits for another and a blocked consumer blocks nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
+from engram_kernels import Registry
 from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.continuous import encode_prompt
+from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.loading import load_engine
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.stats import EngineStats
 from engram_runtime.engine.turns import TurnReport, TurnSpec
+from engram_runtime.errors import EngineDeadError
+from engram_runtime.snapshots.types import SnapshotConfig, Snapshots
+
+IDLE_SECONDS = 1.0
+"""An idle engine looks around this often even if nobody wakes it."""
+DRAIN_POLL_SECONDS = 0.02
+
+
+class _Stream:
+    """Outputs of one request on their way to the event loop that asked."""
+
+    def __init__(self, request_id: str, sequences: int) -> None:
+        self.request_id = request_id
+        self.unfinished = sequences
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | BaseException) -> bool:
+        """From the engine thread; False when the loop is gone."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+    async def get(self) -> RequestOutput:
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            self.unfinished = 0
+            raise item
+        self.unfinished -= item.finished
+        return item
 
 
 class AsyncLLMEngine:
     """Thread-safe: every method may be called from any event loop; `stats` and `abort` also from plain threads."""
 
+    def __init__(self, engine: LLMEngine) -> None:
+        """Take over an engine and start its thread; `aclose` closes it."""
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._error: BaseException | None = None
+        self._refusal: str | None = None
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="engram-engine", daemon=True)
+        self._thread.start()
+
     @classmethod
-    def from_config(cls, config: EngineConfig, snapshots: Any = None) -> AsyncLLMEngine:
+    def from_config(
+        cls, config: EngineConfig, snapshots: SnapshotConfig | None = None, *, registry: Registry | None = None
+    ) -> Self:
         """Load the model (blocking; call it off the event loop) and start the engine thread.
 
-        `snapshots` is a `SnapshotConfig` or None. Raises CheckpointError, ValueError.
+        Raises CheckpointError, ValueError, BackendUnavailable, SnapshotError.
         """
-        raise NotImplementedError
+        return cls(load_engine(config, snapshots, registry=registry))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        max_seq_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_gpu_num_blocks: int | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        use_cuda_graph: bool | None = None,
+        quantization: str | None = None,
+        tensor_parallel_size: int = 1,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """As `from_config`, without snapshots; `max_gpu_num_blocks` is the size of the KV cache in tokens."""
+        config = EngineConfig(
+            model=model,
+            tokenizer=tokenizer,
+            max_model_len=max_seq_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_tokens=max_gpu_num_blocks,
+            device=device,
+            dtype=dtype,
+            use_cuda_graph=use_cuda_graph,
+            quantization=quantization,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            progress=progress,
+        )
+        return cls.from_config(config)
+
+    # What the model is
 
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer (transformers)."""
-        raise NotImplementedError
+        return self._engine.tokenizer
 
     @property
-    def snapshots(self) -> Any:
-        """The `SnapshotService`, or None when snapshots are off."""
-        raise NotImplementedError
+    def snapshots(self) -> Snapshots | None:
+        """The snapshot service, or None when snapshots are off."""
+        return self._engine.snapshots
 
     @property
     def config(self) -> EngineConfig:
-        raise NotImplementedError
+        return self._engine.config
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt plus output that one sequence may have."""
-        raise NotImplementedError
+        return self._engine.executor.geometry.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        raise NotImplementedError
+        return self._engine.vocab_size
 
     @property
     def error(self) -> BaseException | None:
         """Why the engine is dead, or None while it lives."""
-        raise NotImplementedError
+        return self._error
 
-    def generate(
+    # Requests
+
+    async def generate(
         self,
         prompt: str | None,
         params: SamplingParams,
@@ -65,36 +163,157 @@ class AsyncLLMEngine:
         """Outputs of all `n` sequences, in the order they appear; ends when the last has finished.
 
         Exactly one of `prompt` and `prompt_token_ids`. Lower `priority` runs first. Closing or dropping the iterator
-        aborts the request. Raises ValueError (CapacityError: can never fit) on the first step of the iteration,
-        EngineDeadError when the engine stopped.
+        aborts the request. Raises, on the first step of the iteration, ValueError (CapacityError: can never fit) and
+        EngineDeadError; the latter also later, when the engine stops.
         """
-        raise NotImplementedError
+        ids = encode_prompt(self.tokenizer, prompt, prompt_token_ids)
+        stream = _Stream(request_id or uuid4().hex, params.n)
+        name = stream.request_id
+
+        def add() -> None:
+            self._engine.add_request(name, ids, params, turn=turn, priority=priority)
+
+        self._open(stream, add)
+        try:
+            while stream.unfinished:
+                yield await stream.get()
+        finally:
+            self._close_stream(stream)
 
     async def warm(self, prompt_token_ids: Sequence[int], turn: TurnSpec, boundary: str = "next_history") -> TurnReport:
-        """Compute the whole prompt in the background, yielding to any request, and capture `boundary` at its end."""
-        raise NotImplementedError
+        """Compute the whole prompt in the background, yielding to any request, and capture `boundary` at its end.
+
+        The report's boundary is None when the work was given up because the conversation went on meanwhile. Raises as
+        `generate` does.
+        """
+        stream = _Stream(uuid4().hex, 1)
+        self._open(stream, lambda: self._add_warm(stream.request_id, prompt_token_ids, turn, boundary))
+        try:
+            output = await stream.get()
+        finally:
+            self._close_stream(stream)
+        if output.turn is None:
+            raise EngineDeadError("the engine ended a warm-up without a report")
+        return output.turn
+
+    def _add_warm(self, name: str, ids: Sequence[int], turn: TurnSpec, boundary: str) -> None:
+        self._engine.add_warm(name, ids, turn, boundary)
 
     async def generate_text(self, prompt: str, params: SamplingParams, request_id: str | None = None) -> str:
-        raise NotImplementedError
+        """The whole text of the first sequence."""
+        text = ""
+        async for output in self.generate(prompt, params, request_id):
+            if output.index == 0:
+                text = output.text
+        return text
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish_reason "abort". Unknown ids are ignored."""
-        raise NotImplementedError
+        self._post(lambda: self._engine.abort(request_id))
 
     def stats(self) -> EngineStats:
         """A reading of now. Observation lists hold what happened since the last call."""
-        raise NotImplementedError
+        return self._engine.stats()
+
+    def _open(self, stream: _Stream, add: Callable[[], None]) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise EngineDeadError(f"the engine stopped: {self._error}") from self._error
+            if self._refusal is not None:
+                raise EngineDeadError(self._refusal)
+            if stream.request_id in self._streams:
+                raise ValueError(f"request_id {stream.request_id!r} is in use")
+            self._streams[stream.request_id] = stream
+
+        def run() -> None:
+            try:
+                add()
+            except ValueError as error:
+                stream.put(error)
+
+        self._post(run)
+
+    def _close_stream(self, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.pop(stream.request_id, None)
+        if stream.unfinished:
+            self.abort(stream.request_id)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._engine.wake()
+
+    # The engine thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_commands()
+                self._deliver(self._engine.step())
+                if self._engine.idle and self._commands.empty() and not self._stopping:
+                    self._engine.wait(IDLE_SECONDS)
+        except BaseException as error:
+            self._die(error)
+
+    def _run_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and not stream.put(output) and not output.finished:
+                self._engine.abort(output.request_id)
+
+    def _die(self, error: BaseException) -> None:
+        """A failed step leaves the caches in an unknown state: nobody may go on from them."""
+        with self._lock:
+            self._error = error
+            streams = list(self._streams.values())
+        for stream in streams:
+            dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            stream.put(dead)
+
+    # Ending
 
     async def drain(self, deadline_seconds: float) -> bool:
         """Refuse new requests, let running ones finish, flush snapshots; True when all was done in time.
 
         After the deadline what still runs is aborted.
         """
-        raise NotImplementedError
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_seconds
+        self._refusal = "the engine is draining: it takes no more requests"
+        while self._streams and self._error is None and loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        finished = not self._streams
+        for name in list(self._streams):
+            self.abort(name)
+        flushed = threading.Event()
+        self._post(self._engine.flush)
+        self._post(flushed.set)
+        while self._error is None and self._thread.is_alive() and not flushed.is_set():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if self.snapshots is not None:
+            left = max(deadline - loop.time(), 0.1)
+            finished = await asyncio.to_thread(self.snapshots.flush, left) and finished
+        return finished and self._error is None
 
     async def aclose(self) -> None:
         """Abort everything, stop the thread, close the snapshot service. Idempotent."""
-        raise NotImplementedError
+        self._refusal = "the engine was closed"
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+        self._engine.wake()
+        await asyncio.to_thread(self._thread.join)
+        if not first:
+            return
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.put(EngineDeadError("the engine was closed"))
+        await asyncio.to_thread(self._engine.close)
 
     async def __aenter__(self) -> Self:
         return self

@@ -120,7 +120,7 @@ class ContinuousBatchingEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[str]:
         """Queue a batch, or nothing of it when one prompt is refused; request ids in the order of the prompts."""
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"params must be one or as many as prompts ({len(batch)}), got {len(each)}")

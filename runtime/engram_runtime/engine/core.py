@@ -32,7 +32,7 @@ from engram_runtime.snapshots.types import KVTransfer, Snapshots
 
 
 class LLMEngine:
-    """All methods from one thread, except `wait` (any) and what worker threads post internally.
+    """All methods from one thread, except `wake` and `stats` (any thread).
 
     `transfer` is needed with `snapshots`. `tokenizer` None: no text, no stop strings.
     """
@@ -53,6 +53,7 @@ class LLMEngine:
         self.config = config
         self.executor = executor
         self.snapshots = snapshots
+        self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self._clock = clock
         self._wake = threading.Event()
@@ -85,7 +86,9 @@ class LLMEngine:
                 clock=clock,
                 wake=self._wake.set,
             )
-        self._meter = Meter(clock)
+        self._meter = Meter()
+        self.idle = True
+        """The last step had nothing to run: `wait` before the next."""
         self._requests: dict[str, Request] = {}
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         self._outbox: list[RequestOutput] = []
@@ -168,6 +171,7 @@ class LLMEngine:
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():
             self._finish_warm(sequence)
+        self.idle = step is None
         if step is not None:
             started = self._clock()
             self._note_admissions()
@@ -330,15 +334,6 @@ class LLMEngine:
         self._poll()
         self._boundaries.flush()
 
-    def fail_all(self) -> list[RequestOutput]:
-        """A step failed: end everything with "error", touching the executor no more."""
-        for request in list(self._requests.values()):
-            for index, sequence in enumerate(request.sequences):
-                if sequence in self._owners:
-                    self._close(request, index, sequence, "error")
-        outputs, self._outbox = self._outbox, []
-        return outputs
-
     def stats(self) -> EngineStats:
         """A reading of now; observation lists hold what happened since the last one."""
         stats = EngineStats()
@@ -368,8 +363,11 @@ class LLMEngine:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Flush what is held, stop the workers, drop the caches. The snapshot service is the caller's to close."""
+        """Flush what is held, stop the workers, close the snapshot service, drop the caches; in this order, because
+        each still needs the next."""
         self._boundaries.flush()
         if self._restorer is not None:
             self._restorer.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
         self.executor.close()

@@ -17,10 +17,16 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.executor.executor import Executor
 from engram_runtime.executor.memory import CacheRequest, free_memory, plan_caches
+from engram_runtime.executor.transfer import state_layout
 from engram_runtime.loader.config import load_config, resolve_dtype
+from engram_runtime.loader.digest import weights_digest
 from engram_runtime.loader.model import load_model
 from engram_runtime.loader.tokenizer import eos_ids, load_tokenizer
 from engram_runtime.models.spec import ModelSpec
+from engram_runtime.settings import Settings
+from engram_runtime.snapshots.policy.identity import state_abi
+from engram_runtime.snapshots.service import SnapshotService
+from engram_runtime.snapshots.types import SnapshotConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,24 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
     return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer))
 
 
-def load_engine(config: EngineConfig, *, registry: Registry | None = None) -> LLMEngine:
-    """An engine without snapshots, for offline use. Raises what `load` raises."""
+def load_engine(
+    config: EngineConfig, snapshots: SnapshotConfig | None = None, *, registry: Registry | None = None
+) -> LLMEngine:
+    """An engine, which owns its snapshot service if there is one. Raises what `load` raises, and SnapshotError."""
     loaded = load(config, registry=registry)
+    service = None
+    if snapshots is not None and snapshots.enabled:
+        # Stored state means something only beside these very weights.
+        digest = weights_digest(config.model, Settings.from_environment().cache_dir / "digests")
+        fields = {**loaded.spec.abi_fields(), "weights": digest}
+        layout, transfer = state_layout(loaded.spec), loaded.executor.transfer
+        service = SnapshotService(snapshots, state_abi=state_abi(fields), layout=layout, transfer=transfer)
     return LLMEngine(
         config,
         loaded.executor,
         vocab_size=loaded.spec.vocab_size,
         tokenizer=loaded.tokenizer,
         eos_ids=loaded.eos_ids,
+        snapshots=service,
+        transfer=loaded.executor.transfer,
     )

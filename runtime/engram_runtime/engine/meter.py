@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
-from collections.abc import Callable
 
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.request import Request, RestoreOutcome
@@ -16,10 +16,10 @@ RATE_MEMORY = 0.9
 
 
 class Meter:
-    """Engine thread only."""
+    """Written by the engine thread; `fill` may be called from any."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._ttft, self._itl, self._e2e, self._queue, self._restore = (
             deque[float](maxlen=MAX_OBSERVATIONS) for _ in range(5)
         )
@@ -42,10 +42,12 @@ class Meter:
         return self._rate if config.refuse_slow_restores else None
 
     def queued(self, seconds: float) -> None:
-        self._queue.append(seconds)
+        with self._lock:
+            self._queue.append(seconds)
 
     def restored(self, outcome: RestoreOutcome) -> None:
-        self._restore.append(outcome.milliseconds / 1e3)
+        with self._lock:
+            self._restore.append(outcome.milliseconds / 1e3)
         self._restore_failures += outcome.error is not None
         if outcome.tier is not None:
             self._restored_tokens[outcome.tier] += outcome.position - outcome.gpu_position
@@ -55,16 +57,19 @@ class Meter:
         """A token of sequence `index` arrived."""
         self._generated += 1
         first = len(request.sequences[index].output_ids) == 1
-        if first:
-            self._prompt_tokens += len(request.prompt_ids) if index == 0 else 0
-            self._ttft.append(now - request.arrival)
-        else:
-            self._itl.append(now - request.last_token_time[index])
+        if first and index == 0:
+            self._prompt_tokens += len(request.prompt_ids)
+        with self._lock:
+            if first:
+                self._ttft.append(now - request.arrival)
+            else:
+                self._itl.append(now - request.last_token_time[index])
         request.last_token_time[index] = now
 
     def finished(self, reason: str, seconds: float) -> None:
         self._finished[reason] += 1
-        self._e2e.append(seconds)
+        with self._lock:
+            self._e2e.append(seconds)
 
     def fill(self, stats: EngineStats) -> None:
         """Write everything into `stats`; observations are handed over."""
@@ -73,7 +78,8 @@ class Meter:
         stats.restored_tokens = dict(self._restored_tokens)
         stats.restored_bytes = dict(self._restored_bytes)
         stats.restore_failures = self._restore_failures
-        for name in ("ttft", "itl", "e2e", "queue", "restore"):
-            observed: deque[float] = getattr(self, f"_{name}")
-            setattr(stats, f"{name}_seconds", list(observed))
-            observed.clear()
+        with self._lock:
+            for name in ("ttft", "itl", "e2e", "queue", "restore"):
+                observed: deque[float] = getattr(self, f"_{name}")
+                setattr(stats, f"{name}_seconds", list(observed))
+                observed.clear()

@@ -8,13 +8,14 @@ at once, and the text of a request does not depend on how it was scheduled: it m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engram_runtime.executor.plan import CacheGeometry, PromptLogprob, RowOpen, Sampled, StepPlan, StepResult
+from engram_runtime.snapshots.types import Capture, Fetched, Miss, RestoreQuery
 
 EMPTY = 7
 VOCAB = 97
@@ -177,3 +178,76 @@ class FakeExecutor:
     def write_state(self, slot: int, tensors: dict[str, Any]) -> None:
         if self.states:
             self.states[slot] = int(tensors["ssm"][0])
+
+
+class FakeSnapshots:
+    """The part of `Snapshots` that the engine uses, over a dictionary. Saves at once, finds on the caller's thread."""
+
+    def __init__(self, transfer: FakeExecutor) -> None:
+        self.transfer = transfer
+        self.saved: list[Capture] = []
+        self.stored: dict[tuple[str, tuple[int, ...]], tuple[Capture, Tensor, dict[str, Tensor]]] = {}
+        self.queries: list[RestoreQuery] = []
+        self.answer: Callable[[RestoreQuery], Fetched | Miss] | None = None
+        self.hold_releases = False
+        self.held: list[Callable[[], None]] = []
+        self.closed = False
+
+    def save(self, capture: Capture) -> None:
+        self.saved.append(capture)
+        tokens = tuple(capture.token_ids[: capture.position])
+        packed = self.transfer.read_kv(capture.block_ids, 0, capture.position)
+        assert packed[0, 0, 0, -1, 0] == digest_of(tokens), "a capture does not hold what it says"
+        state = self.transfer.read_state(capture.state_slot) if capture.state_slot is not None else {}
+        if state:
+            assert int(state["ssm"][0]) == digest_of(tokens), "a captured state is not exact at its position"
+        self.stored[capture.tenant, tokens] = (capture, packed, state)
+        if self.hold_releases:
+            self.held.append(capture.release)
+        else:
+            capture.release()
+
+    def find(self, query: RestoreQuery) -> Fetched | Miss:
+        self.queries.append(query)
+        if self.answer is not None:
+            return self.answer(query)
+        limit = len(query.token_ids) - 1 if query.max_position is None else query.max_position
+        for position in range(limit, query.min_position, -1):
+            found = self.stored.get((query.tenant, tuple(query.token_ids[:position])))
+            if found is not None:
+                return fetched(*found, kv_from=query.kv_from)
+        return Miss("nothing is stored")
+
+    def flush(self, deadline_seconds: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fetched(capture: Capture, packed: Tensor, state: dict[str, Tensor], *, kv_from: int = 0) -> Fetched:
+    """What the service would deliver for a stored capture."""
+    kv = [(kv_from, packed[:, :, :, kv_from:])] if kv_from < capture.position else []
+    return Fetched(
+        snapshot_id=capture.snapshot_id,
+        position=capture.position,
+        kv=kv,
+        state=state or None,
+        tier="disk",
+        bytes=packed.numel() * 8,
+        milliseconds=1.0,
+        conversation_id=capture.conversation_id,
+        branch_name=capture.branch_name,
+        turn_number=capture.turn_number,
+        boundary=capture.boundary,
+    )
+
+
+class Letters:
+    """A tokenizer whose every id is one character."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(33 + token) for token in token_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - 33 for character in text]
