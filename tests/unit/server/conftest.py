@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -17,13 +18,19 @@ from tests.support.tiny import make_tokenizer
 NAME = "tiny"
 
 
+@lru_cache
+def tokenizer(template: str) -> Any:
+    """Training one takes longer than most tests; the server only reads it."""
+    return make_tokenizer(template=template)
+
+
 class Api:
     """The public and the admin application over one fake engine."""
 
     def __init__(
         self, template: str = "tools", *, client: str = "127.0.0.1", engine: Any = None, **config: Any
     ) -> None:
-        self.engine: FakeEngine = engine or FakeEngine(make_tokenizer(template=template), snapshots=FakeSnapshots())
+        self.engine: FakeEngine = engine or FakeEngine(tokenizer(template), snapshots=FakeSnapshots())
         self.state = ServerState.of(ServerConfig(**{"served_model_name": NAME, **config}))
         self.state.attach(self.engine)
         self.http = self._client(public_app(self.state), client)
