@@ -191,7 +191,7 @@ class PodRunner:
             self._on_ready(self.pod, ready)
 
     def _exit_message(self, container: LocalContainer, process: ContainerProcess, code: int) -> str:
-        words = process.last_words()
+        words = process.last_words() if code > 0 else ""  # a killed process did not say why
         said = f": {words}" if words else ""
         return f"{container.name}: {describe_exit(code)}{said} (log {process.log})"
 
