@@ -25,6 +25,8 @@ _ECHOED = ("provider_specific_fields", "engram", "thinking_blocks")
 
 def as_mapping(message: Any) -> dict[str, Any]:
     """A message as a plain dict, whether it came as one or as a pydantic object of litellm or openai."""
+    if isinstance(message, dict):  # not copied: nothing here writes into a message
+        return message
     if isinstance(message, Mapping):
         return dict(message)
     dump = getattr(message, "model_dump", None)
@@ -38,24 +40,24 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     """The canonical bytes of one message. Reasoning, nulls, cache marks and echoed metadata are not part of it."""
     role = str(message.get("role"))
     role = _ROLES.get(role, role)
-    fields = [("role", role)]
-    fields.extend(_parts(message.get("content")))
+    content = message.get("content")
+    out = [_field("role", role)]
+    if isinstance(content, str):  # nearly all messages, and the long ones
+        if content:
+            out.append(_field("text", content))
+    else:
+        out.extend(_field(tag, value) for tag, value in _parts(content))
     for call in message.get("tool_calls") or ():
         call = as_mapping(call)
-        fields.append(("call", str(call.get("id"))))
-        fields.extend(_function(call.get("function")))
+        out.append(_field("call", str(call.get("id"))))
+        out.extend(_field(tag, value) for tag, value in _function(call.get("function")))
     if message.get("function_call"):
-        fields.extend(_function(message["function_call"]))
+        out.extend(_field(tag, value) for tag, value in _function(message["function_call"]))
     if role == "tool":
-        fields.append(("for", str(message.get("tool_call_id"))))
+        out.append(_field("for", str(message.get("tool_call_id"))))
     elif message.get("name"):
-        fields.append(("name", str(message["name"])))
-    out = bytearray()
-    for tag, value in fields:
-        data = value.encode("utf-8", "surrogatepass")
-        out += b"%s:%d:" % (tag.encode(), len(data))
-        out += data
-    return bytes(out)
+        out.append(_field("name", str(message["name"])))
+    return b"".join(out)
 
 
 def cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,18 +83,20 @@ def echoed_conversation(messages: Sequence[Mapping[str, Any]]) -> str | None:
     """The conversation id that an application echoed by sending back our message object, newest first."""
     for message in reversed(messages):
         for holder in (message.get("provider_specific_fields"), message):
-            engram = holder.get("engram") if isinstance(holder, Mapping) else None
-            if isinstance(engram, Mapping) and isinstance(engram.get("conversation_id"), str):
+            engram = holder.get("engram") if holder and isinstance(holder, (dict, Mapping)) else None
+            if engram and isinstance(engram, Mapping) and isinstance(engram.get("conversation_id"), str):
                 return str(engram["conversation_id"])
     return None
 
 
+def _field(tag: str, value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"%b:%d:%b" % (tag.encode(), len(data), data)
+
+
 def _parts(content: Any) -> Iterator[tuple[str, str]]:
     """Content as (tag, value) fields; adjacent texts are joined, because templates render them the same."""
-    if content is None or content == "":
-        return
-    if isinstance(content, str):
-        yield "text", content
+    if content is None:
         return
     if not isinstance(content, Sequence):
         yield "other", json.dumps(content, sort_keys=True, default=str)

@@ -35,7 +35,9 @@ def seed(owner: str, model: str, body: Mapping[str, Any]) -> bytes:
 
 def extend(digest: bytes, message: Mapping[str, Any]) -> bytes:
     """The digest after one more message."""
-    return hashlib.sha256(digest + canonical(message)).digest()
+    state = hashlib.sha256(digest)
+    state.update(canonical(message))
+    return state.digest()
 
 
 def chain(start: bytes, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:

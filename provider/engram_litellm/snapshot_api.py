@@ -77,7 +77,7 @@ def list_all(conversation_id: str, branch_name: str | None, limit: int | None) -
         if not isinstance(items, list):
             raise ValueError("the answer is not a list of snapshots")
         out.extend(SnapshotMetadata.from_dict(item) for item in items)
-        following = answer.get("next_after") or (answer.get("last_id") if answer.get("has_more") else None)
+        following = answer.get("next_after")
         if not items or not following or following == after:
             break
         after = str(following)
@@ -95,17 +95,18 @@ def find(conversation_id: str, turn_number: int | None, branch_name: str | None)
 
 
 def restore(conversation_id: str, turn_number: int | None, branch_name: str | None) -> Steps[RestoreSnapshotResponse]:
-    """Make a snapshot the head of its branch; bytes and milliseconds are what the server moved and measured."""
+    """Make a snapshot the head of its branch and bring it to host memory; bytes and milliseconds are the server's."""
     snapshot = yield from find(conversation_id, turn_number, branch_name)
-    answer = yield Request("POST", f"/snapshots/{quote(snapshot.snapshot_id, safe='')}/restore", json={})
-    milliseconds = answer.get("restore_time_ms", answer.get("milliseconds"))
+    path = f"/snapshots/{quote(snapshot.snapshot_id, safe='')}/restore"
+    yield Request("POST", path, json={"action": "head"})
+    moved = yield Request("POST", path, json={"action": "prefetch"})
     return RestoreSnapshotResponse(
         snapshot.conversation_id,
         snapshot.turn_number,
-        float(milliseconds or 0.0),
+        float(moved.get("milliseconds") or 0.0),
         snapshot.snapshot_id,
-        answer.get("bytes"),
-        answer.get("tier"),
+        moved.get("bytes"),
+        moved.get("tier"),
     )
 
 

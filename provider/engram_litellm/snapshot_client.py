@@ -72,7 +72,7 @@ class SnapshotClient(_Configured):
     async def restore_snapshot(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> RestoreSnapshotResponse:
-        """Make a turn the head of its branch; without a turn, the newest."""
+        """Make a turn (default: the newest) the head of its branch, and bring its state to host memory."""
         return await self._run(api.restore(conversation_id, turn_number, branch_name), conversation_id, RestoreError)
 
     async def list_snapshots(
@@ -164,7 +164,7 @@ class SyncSnapshotClient(_Configured):
     def restore_snapshot(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> RestoreSnapshotResponse:
-        """Make a turn the head of its branch; without a turn, the newest."""
+        """Make a turn (default: the newest) the head of its branch, and bring its state to host memory."""
         return self._run(api.restore(conversation_id, turn_number, branch_name), conversation_id, RestoreError)
 
     def list_snapshots(

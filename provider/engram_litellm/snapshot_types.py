@@ -52,14 +52,14 @@ class SnapshotMetadata:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SnapshotMetadata:
         """From the server's manifest summary. ValueError when it is not one."""
-        snapshot_id = data.get("snapshot_id") or data.get("id")
+        snapshot_id = data.get("id")
         if not isinstance(snapshot_id, str) or not isinstance(data.get("conversation_id"), str):
             raise ValueError("the answer is not a snapshot")
         tiers = data.get("tiers") or ()
         tiers = tuple(str(tier) for tier in tiers) if isinstance(tiers, (list, tuple)) else ()
         return cls(
             conversation_id=data["conversation_id"],
-            turn_number=int(data.get("turn_number") or data.get("turn") or 0),
+            turn_number=int(data.get("turn_number") or 0),
             snapshot_id=snapshot_id,
             created_at=data.get("created"),
             size_bytes=data.get("bytes"),
@@ -69,7 +69,7 @@ class SnapshotMetadata:
             tokens=data.get("tokens"),
             tiers=tiers,
             expires_at=data.get("expires"),
-            parent_id=data.get("parent_id") or data.get("parent"),
+            parent_id=data.get("parent"),
             pinned=bool(data.get("pinned")),
             tag=data.get("tag"),
             model=data.get("model"),

@@ -325,7 +325,9 @@ class FakeEngine:
             first = ids.index(query["after"]) + 1 if "after" in query else 0
             page = found[first : first + int(query["limit"])]
             more = page[-1].snapshot_id if first + len(page) < len(found) else None
-            return await self._send(writer, 200, {"data": [_summary(turn) for turn in page], "next_after": more})
+            data = [_summary(turn) for turn in page]
+            answer = {"object": "list", "data": data, "has_more": more is not None, "next_after": more}
+            return await self._send(writer, 200, answer)
         if not parts:
             wanted = seen.body
             for turn in reversed(self.turns):
@@ -340,11 +342,13 @@ class FakeEngine:
             return await self._error(writer, 404, "no such snapshot")
         if seen.method == "DELETE":
             self.turns.remove(match[0])
-            return await self._send(writer, 200, _summary(match[0]))
+            return await self._send(writer, 200, {"id": parts[0], "object": "snapshot.deleted", "deleted": True})
         if seen.method == "POST":
-            return await self._send(
-                writer, 200, {**_summary(match[0]), "bytes": 4096, "restore_time_ms": 2.5, "tier": "disk"}
-            )
+            head = seen.body["action"] == "head"
+            moved = {"bytes": 0, "milliseconds": 0.1, "tier": None}
+            if not head:
+                moved = {"bytes": 4096, "milliseconds": 2.5, "tier": "disk"}
+            return await self._send(writer, 200, {"snapshot": _summary(match[0]), "head": head, **moved})
         return await self._send(writer, 200, _summary(match[0]))
 
     async def _error(
@@ -393,8 +397,9 @@ def _key(message: Mapping[str, Any]) -> str:
 
 def _summary(turn: Turn) -> dict[str, Any]:
     return {
-        "snapshot_id": turn.snapshot_id,
-        "parent_id": None,
+        "id": turn.snapshot_id,
+        "object": "snapshot",
+        "parent": None,
         "conversation_id": turn.conversation_id,
         "branch_name": turn.branch_name,
         "turn_number": turn.turn_number,
@@ -406,4 +411,8 @@ def _summary(turn: Turn) -> dict[str, Any]:
         "expires": turn.created + 3600,
         "pinned": False,
         "tag": None,
+        "pending": 1,
+        "model": "m",
+        "state_abi": "abi",
+        "is_head": True,
     }

@@ -102,7 +102,9 @@ def test_restore_reports_what_was_moved(run: Run, turns: list[dict[str, Any]], e
     restored = run("restore_snapshot", "c", turn_number=1)
     assert (restored.conversation_id, restored.turn_number) == ("c", 1)
     assert (restored.restore_time_ms, restored.size_bytes, restored.tier) == (2.5, 4096, "disk")
-    assert engine.requests[-1].path == f"/v1/snapshots/{turns[0]['snapshot_id']}/restore"
+    assert [(seen.path, seen.body) for seen in engine.requests[-2:]] == [
+        (f"/v1/snapshots/{turns[0]['snapshot_id']}/restore", {"action": action}) for action in ("head", "prefetch")
+    ]
     with pytest.raises(RestoreError) as caught:
         run("restore_snapshot", "c", turn_number=9)
     assert caught.value.status_code == 404
@@ -151,7 +153,7 @@ def test_ids_are_never_paths() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.url.raw_path.decode())
-        item = {"snapshot_id": "../../admin?x=1", "conversation_id": "c:1/../2"}
+        item = {"id": "../../admin?x=1", "conversation_id": "c:1/../2"}
         return httpx.Response(200, json={"data": [item], **item})
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as http:
