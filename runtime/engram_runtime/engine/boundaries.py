@@ -251,6 +251,7 @@ class Boundaries:
             pin=turn.pin,
             tag=turn.tag,
             ttl_seconds=turn.ttl_seconds,
+            durable=turn.durable,
         )
         return capture, lease
 

@@ -27,6 +27,8 @@ class TurnSpec:
     candidates: tuple[int, ...] = ()
     restore: bool = True
     save: bool = True
+    durable: bool = True
+    """False: the turn stays in host memory until a save call, an idle time or a drain makes it durable."""
     restore_from: str | None = None
     messages: bytes | None = None
     tokenizer_digest: str = ""
