@@ -92,8 +92,12 @@ async def _prepare(
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
     params.check_vocabulary(loaded.engine.vocab_size)
+    spec = turn_spec(loaded, principal, wishes, base)
     spec = replace(
-        turn_spec(loaded, principal, wishes, base), save=save, restore=wishes.restore and params.prompt_logprobs is None
+        spec,
+        save=save,
+        durable=state.saving.durable(principal.tenant, spec.conversation_id, spec.branch_name),
+        restore=wishes.restore and params.prompt_logprobs is None,
     )
     jobs = []
     for index, prompt in enumerate(body.prompt):

@@ -7,7 +7,6 @@ messages becomes the full conversation again, on any replica, and is then served
 from __future__ import annotations
 
 import json
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,7 +165,6 @@ class RecentTurns:
         # key -> record with the reply, snapshot id, bytes
         self._turns: OrderedDict[tuple[str, str, str, int], tuple[Record, str | None, int]] = OrderedDict()
         self._heads: dict[tuple[str, str, str], int] = {}
-        self._unsaved: dict[tuple[str, str, str], float] = {}
         self._by_id: dict[tuple[str, str], tuple[str, str, str, int]] = {}
 
     def remember(self, tenant: str, base: Base, size: int) -> None:
@@ -176,7 +174,6 @@ class RecentTurns:
         record, snapshot_id = base.record, base.snapshot_id
         self._turns[key] = (record, snapshot_id, size)
         self._heads[key[:3]] = base.turn_number
-        self._unsaved[key[:3]] = time.monotonic()
         if snapshot_id is not None:
             self._by_id[tenant, snapshot_id] = key
         self._bytes += size
@@ -195,13 +192,6 @@ class RecentTurns:
         key = self._by_id.get((tenant, snapshot_id))
         return None if key is None else self.turn(*key)
 
-    def take_silent(self, before: float) -> list[tuple[str, str, str]]:
-        """(tenant, conversation, branch) whose last turn ended before `before`, each returned once per turn."""
-        silent = [branch for branch, ended in self._unsaved.items() if ended < before]
-        for branch in silent:
-            del self._unsaved[branch]
-        return silent
-
     def forget(self, tenant: str, conversation: str, turn: int) -> None:
         """A deleted turn must not be continued from memory either."""
         for key in [key for key in self._turns if key[:2] == (tenant, conversation) and key[3] == turn]:
@@ -219,7 +209,6 @@ class RecentTurns:
         self._bytes -= entry[2]
         if self._heads.get(key[:3]) == key[3]:
             del self._heads[key[:3]]
-            self._unsaved.pop(key[:3], None)
         if entry[1] is not None:
             self._by_id.pop((key[0], entry[1]), None)
 

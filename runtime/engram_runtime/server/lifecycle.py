@@ -21,7 +21,6 @@ from fastapi import FastAPI
 
 from engram_runtime.server.app import admin_app, public_app
 from engram_runtime.server.config import ServerConfig
-from engram_runtime.server.idle import IdleSaver
 from engram_runtime.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -83,11 +82,11 @@ class Server:
         log.info("listening on http://%s:%d, admin on port %d", self.config.host, *self.ports)
         loading = asyncio.create_task(self._load())
         stopping = asyncio.create_task(self._stop.wait())
-        idle = asyncio.create_task(IdleSaver(self.state).run())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and self._failure is None:
+            idle = asyncio.create_task(self._save_idle())
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
+            idle.cancel()
         drained = await self._drain() if self._failure is None else False
         for server in servers:
             server.should_exit = True
@@ -134,6 +133,11 @@ class Server:
             return
         log.info("ready after %.1f s", time.monotonic() - started)
 
+    async def _save_idle(self) -> None:
+        service = self.state.loaded.snapshots if self.state.loaded is not None else None
+        if service is not None:
+            await self.state.saving.run(service)
+
     async def _drain(self) -> bool:
         """Let running turns finish and flush snapshots, within the drain timeout; True when all was done."""
         state = self.state
@@ -152,6 +156,9 @@ class Server:
             finishing.cancel()
             return False
         log.info("drain: %d sequences left after %.1f s", state.admission.inside, time.monotonic() - started)
+        if not self.config.save_on_drain and not state.admission.inside:
+            killed.cancel()
+            return True
         flushing = asyncio.create_task(state.loaded.engine.drain(max(budget - (time.monotonic() - started), 0.1)))
         await asyncio.wait({flushing, killed}, return_when=asyncio.FIRST_COMPLETED)
         killed.cancel()

@@ -17,6 +17,7 @@ from engram_runtime.server.conversation import RecentTurns
 from engram_runtime.server.dates import PinnedDates
 from engram_runtime.server.errors import ApiError
 from engram_runtime.server.metrics import Metrics
+from engram_runtime.server.saving import SavePolicy
 from engram_runtime.server.tenants import Principal, Tenants
 from engram_runtime.server.tokens import TokenTable
 from engram_runtime.snapshots.types import Snapshots
@@ -51,6 +52,7 @@ class ServerState:
     metrics: Metrics
     recent: RecentTurns
     dates: PinnedDates
+    saving: SavePolicy
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -64,6 +66,7 @@ class ServerState:
             metrics=Metrics(),
             recent=RecentTurns(config.recent_bytes),
             dates=PinnedDates(),
+            saving=SavePolicy(config),
         )
 
     def attach(self, engine: AsyncLLMEngine) -> None:

@@ -112,6 +112,7 @@ async def prepare(
     spec = turn_spec(loaded, principal, wishes, base)
     spec = replace(
         spec,
+        durable=state.saving.durable(principal.tenant, spec.conversation_id, spec.branch_name),
         boundaries=prompt.boundaries,
         candidates=prompt.candidates,
         # Prompt log-probabilities exist only where the prompt is computed.
@@ -187,6 +188,7 @@ def finish(state: ServerState, loaded: Loaded, turn: ChatTurn, report: TurnRepor
         Base(record, report.conversation_id, report.branch_name, report.turn_number, report.snapshot_id),
         len(turn.spec.messages or b"") + len(text),
     )
+    state.saving.ended((turn.tenant, report.conversation_id, report.branch_name), turn.spec.durable)
     if turn.chat.date is not None:
         state.dates.pin(turn.tenant, report.conversation_id, said, turn.chat.date)
     if not state.spawn(_warm(state, loaded, turn, report, record, reply)):
