@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -49,4 +50,5 @@ class Reporter:
             clock = time.strftime("%H:%M:%S")
             text = f"{event.reason}: {event.message}" if event.message else event.reason
             line = f"{clock}  {event.subject:<24} {event.phase:<12} {text}"
-        print(line, file=self._stream, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the engines go on
+            print(line, file=self._stream, flush=True)

@@ -134,7 +134,8 @@ class LocalCluster:
                 runner.acquire()
             if handle_signals:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    loop.add_signal_handler(number, self.stop)
+                    if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                        loop.add_signal_handler(number, self.stop)
             async with asyncio.TaskGroup() as group:
                 for runner in self._runners:
                     group.create_task(runner.run())
@@ -159,7 +160,13 @@ class LocalCluster:
             for other in self._pods
             if other.model == pod.model and other.key in self._ready
         ]
-        self._endpoints.publish(pod.model, pod.namespace, entries)
+        try:
+            self._endpoints.publish(pod.model, pod.namespace, entries)
+        except OSError as error:  # a full disk must not take running engines down
+            self._emit(Event(pod.key, "Notice", "EndpointsNotWritten", str(error)))
 
     def _withdraw(self) -> None:
-        self._endpoints.withdraw(sorted({pod.model for pod in self._pods}))
+        try:
+            self._endpoints.withdraw(sorted({pod.model for pod in self._pods}))
+        except OSError as error:
+            self._emit(Event("endpoints", "Notice", "EndpointsNotWritten", str(error)))

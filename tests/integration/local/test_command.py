@@ -139,6 +139,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert done.stderr == "engram up: nowhere.yaml: No such file or directory\n"
 
 
+def test_without_the_extra_the_message_is_what_to_install(tmp_path: Path) -> None:
+    file = written(tmp_path, manifest(tmp_path))
+    for library in ("yaml", "jsonschema"):
+        argv, environment = command(tmp_path, "-f", file)
+        argv[2] = f"import sys; sys.modules[{library!r}] = None\n{PROGRAM}"
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr == f'engram up: {library} is not installed: pip install "engram-platform[operator]"\n'
+
+
 def test_an_engine_left_behind_by_a_killed_up_is_named_and_not_joined(tmp_path: Path) -> None:
     file = written(tmp_path, manifest(tmp_path))
     with running(tmp_path, "-f", file, "--port-base", str(free_port_base()), "--json") as process:

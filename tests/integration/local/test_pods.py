@@ -245,6 +245,18 @@ async def test_a_port_in_use_is_an_error_before_anything_starts(tmp_path: Path) 
     assert up.events == []
 
 
+async def test_engines_run_on_when_the_endpoints_file_cannot_be_written(tmp_path: Path) -> None:
+    async with Up(tmp_path, manifest(tmp_path)) as up:
+        await up.event("Ready")
+        up.endpoints_path.unlink()
+        up.endpoints_path.mkdir()
+        tell(up.pods[0], ready=0)
+        event = await up.event("EndpointsNotWritten")
+        assert "endpoints.json" in event.message
+        tell(up.pods[0], ready=1)
+        await up.event("Ready", 2)
+
+
 async def test_a_pod_runs_once(tmp_path: Path) -> None:
     async with Up(tmp_path, manifest(tmp_path)) as up:
         await up.event("Ready")
