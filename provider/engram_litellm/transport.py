@@ -13,8 +13,11 @@ import os
 import ssl
 import threading
 import weakref
+from urllib.request import getproxies
 
 import httpx
+
+from engram_litellm.pool import PooledTransport
 
 CONNECT_TIMEOUT = 2.0  # seconds; a replica that is there accepts in milliseconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0)
@@ -52,7 +55,10 @@ class Clients:
                 # Open connections refer to their loop, so an ended loop would be kept alive by its own clients.
                 for ended in [other for other in self._loops if other.is_closed()]:
                     del self._loops[ended]
-                client = httpx.AsyncClient(limits=_LIMITS, trust_env=explicit, verify=self._verify())
+                if explicit and getproxies():
+                    client = httpx.AsyncClient(limits=_LIMITS, trust_env=True, verify=self._verify())
+                else:
+                    client = httpx.AsyncClient(transport=PooledTransport(self._verify()), trust_env=False)
                 clients[explicit] = client
             return client
 

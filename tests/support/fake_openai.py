@@ -67,6 +67,7 @@ class FakeEngine:
         self.features = features
         self.metadata = metadata  # False: a plain OpenAI server without the engram object
         self.key = key
+        self.connections = 0  # accepted so far
         self.aborted = 0  # answers whose client went away
         self.replies: dict[str, str] = {}  # by model
         self.restore_error: str | None = None  # every restore fails with this
@@ -121,6 +122,7 @@ class FakeEngine:
         self._loop.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while (seen := await self._read(reader)) is not None:
                 self.requests.append(seen)

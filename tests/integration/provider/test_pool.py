@@ -1,0 +1,83 @@
+"""Connections: reused when whole, never when cut, dropped when the server closed them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from engram_litellm import pool
+from engram_litellm.pool import PooledTransport
+from tests.support.fake_openai import FakeEngine, Fault
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=PooledTransport(ssl.create_default_context())) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, engine: FakeEngine, **options: object) -> httpx.Response:
+    return await client.post(f"{engine.url}/v1/chat/completions", json=BODY, **options)  # type: ignore[arg-type]
+
+
+async def test_one_after_another_share_one_connection(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for _ in range(5):
+        assert (await ask(client, engine)).status_code == 200
+    assert engine.connections == 1
+
+
+async def test_at_once_use_one_each_and_are_kept(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for _ in range(3):
+        engine.faults["m"] = Fault(delay=0.2)
+        await asyncio.gather(*[ask(client, engine) for _ in range(20)])
+    assert engine.connections == 20
+
+
+async def test_a_limit_of_idle_ones(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_IDLE", 2)
+    engine.faults["m"] = Fault(delay=0.2)
+    await asyncio.gather(*[ask(client, engine) for _ in range(5)])
+    await asyncio.gather(*[ask(client, engine) for _ in range(5)])
+    assert engine.connections == 5 + 3
+
+
+async def test_a_stream_left_early_is_not_reused(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.faults["m"] = Fault(pace=0.2)
+    body = {**BODY, "stream": True}
+    async with client.stream("POST", f"{engine.url}/v1/chat/completions", json=body) as response:
+        async for _ in response.aiter_bytes():
+            break
+    engine.faults.clear()
+    assert (await ask(client, engine)).status_code == 200
+    assert engine.connections == 2
+
+
+async def test_what_the_server_closed_is_not_tried(client: httpx.AsyncClient) -> None:
+    engine = FakeEngine().start()
+    port = int(engine.url.rsplit(":", 1)[1])
+    await ask(client, engine)
+    engine.stop()
+    with FakeEngine(port) as again:
+        assert (await ask(client, again)).status_code == 200
+
+
+async def test_failures_are_httpxs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    with pytest.raises(httpx.ConnectError):
+        await client.get("http://127.0.0.1:9")
+    engine.faults["m"] = Fault(delay=5)
+    with pytest.raises(httpx.ReadTimeout):
+        await ask(client, engine, timeout=0.2)
+    engine.faults["m"] = Fault(drop=True)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await ask(client, engine)
+    engine.faults["m"] = Fault(cut_after=2)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await client.post(f"{engine.url}/v1/chat/completions", json={**BODY, "stream": True})
