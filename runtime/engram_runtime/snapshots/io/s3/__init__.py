@@ -1,0 +1,1 @@
+"""Object storage that speaks S3. Importing this package imports no SDK; `store` does."""
