@@ -30,6 +30,9 @@ from engram_runtime.engine.turns import TurnReport, TurnSpec
 from engram_runtime.executor.plan import StepExecutor, StepResult
 from engram_runtime.snapshots.types import KVTransfer, Snapshots
 
+CLOSE_FLUSH_SECONDS = 5.0
+"""What closing without a drain still grants to saves that are under way."""
+
 
 class LLMEngine:
     """All methods from one thread, except `wake` and `stats` (any thread).
@@ -171,6 +174,8 @@ class LLMEngine:
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():
             self._finish_warm(sequence)
+        if step is None and self._scheduler.has_work:
+            self._boundaries.flush()  # somebody waits for memory that a held turn_end keeps
         self.idle = step is None
         if step is not None:
             started = self._clock()
@@ -201,9 +206,9 @@ class LLMEngine:
         self._wake.set()
 
     def _poll(self) -> None:
+        self._boundaries.flush(due_only=True)
         while not self._released.empty():
             self._released.get().release()
-        self._boundaries.flush(due_only=True)
         for request in self._restorer.poll() if self._restorer is not None else ():
             if request.restore is not None:
                 self._meter.restored(request.restore)
@@ -319,12 +324,12 @@ class LLMEngine:
             tier="gpu" if first.prefix_tokens else None,
             auto_save=turn is not None and turn.save and self.snapshots is not None,
         )
-        if restore is not None:
+        if restore is not None and restore.error is not None:
+            report.restore_failed, report.restore_error = True, restore.error
             report.restore_time_ms = restore.milliseconds
-            report.restore_failed = restore.error is not None
-            report.restore_error = restore.error
-            if restore.tier is not None and first.prefix_tokens > restore.gpu_position:
-                report.tier, report.bytes = restore.tier, restore.bytes
+        elif restore is not None and restore.tier is not None and first.prefix_tokens > restore.gpu_position:
+            report.tier, report.bytes = restore.tier, restore.bytes
+            report.restore_time_ms = restore.milliseconds
         return report
 
     # Around
@@ -369,5 +374,6 @@ class LLMEngine:
         if self._restorer is not None:
             self._restorer.close()
         if self.snapshots is not None:
+            self.snapshots.flush(CLOSE_FLUSH_SECONDS)
             self.snapshots.close()
         self.executor.close()

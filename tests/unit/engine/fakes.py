@@ -65,6 +65,8 @@ class FakeExecutor:
         self.history: list[StepPlan] = []
         self.rows_seen = 0
         self.fail_at: int | None = None
+        self.tick: Callable[[], None] | None = None
+        """Called once a step."""
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -83,6 +85,8 @@ class FakeExecutor:
     def collect(self) -> StepResult:
         plan = self.plans.popleft()
         self.history.append(plan)
+        if self.tick is not None:
+            self.tick()
         if self.fail_at is not None and plan.step >= self.fail_at:
             raise RuntimeError("the device caught fire")
         assert plan.num_tokens <= self.max_tokens, "the token budget was exceeded"
