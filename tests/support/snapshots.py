@@ -1,4 +1,4 @@
-"""A stand-in for the engine's side of the snapshot service: paged caches with random content, and conversations on them.
+"""A stand-in for the engine's side of the snapshot service: paged caches with random content, and turns on them.
 
 `World` bundles a service with its folders so that tests can restart it, share its store, or look at its files.
 """

@@ -33,6 +33,8 @@ class Record:
     tenant: str
     tiers: set[str] = field(default_factory=set)
     own: bool = False  # written by this process
+    adopted: bool = False  # another process wrote it, and its head was seen to be right
+    level: bool = False  # known to be on every durable tier
     messages: bytes | None = None  # kept only while there is no durable copy
     label: Label | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from engram_runtime.errors import Conflict, NotFound, SnapshotError
 from engram_runtime.snapshots.io import files
@@ -23,6 +24,14 @@ from engram_runtime.snapshots.policy.records import Anchor
 SWAP_ATTEMPTS = 16
 
 FileSource = Callable[[str], Sequence[memoryview | bytes]]
+
+
+class HeadRule(Enum):
+    """What to do when the branch's head is not one that the snapshot continues."""
+
+    CONTEST = "open a branch"  # the tier whose heads count
+    MIRROR = "move it all the same"  # a disk in front of a shared store, which decides
+    YIELD = "leave it"  # an older snapshot that is only being copied to another tier
 
 
 class PieceLost(SnapshotError):
@@ -57,31 +66,34 @@ def commit(
     source: FileSource,
     live_seconds: float,
     own: Collection[str],
-    contest: bool,
+    rule: HeadRule,
 ) -> Manifest:
     """Write `draft`; returns its manifest, on another branch if it lost. Safe to repeat after a failure.
 
     `source(file)` gives the bytes of a KV file that this tier lacks (PieceLost when nobody has it). A file seen within
-    `live_seconds` needs no second look. With `contest` off the head is moved whatever it is: a disk in front of a
-    shared store only mirrors. Raises StoreUnavailable, PieceLost.
+    `live_seconds` needs no second look. Raises StoreUnavailable, PieceLost.
     """
     for file in sorted(draft.manifest.files()):
         _ensure_file(repository, draft, file, source, live_seconds)
     manifest = draft.manifest
     stored = repository.read_ref(draft.space, manifest.conversation_id, manifest.branch_name)
-    if contest and _lost(stored, draft, manifest, own):
+    lost = _lost(stored, draft, manifest, own)
+    if lost and rule is HeadRule.CONTEST:
         manifest = manifest.on_branch(ids.losing_branch(manifest.branch_name))
         stored = None
     _put_snapshot(repository, draft, manifest)
     for anchor in manifest.anchors:
         repository.write_anchor(draft.space, anchor.name, Anchor(manifest.snapshot_id, anchor.position))
     for _ in range(SWAP_ATTEMPTS):
+        if lost and rule is HeadRule.YIELD:
+            return manifest
         try:
             _swap(repository, draft.space, manifest, stored)
             return manifest
         except Conflict:
             stored = repository.read_ref(draft.space, manifest.conversation_id, manifest.branch_name)
-        if contest and _lost(stored, draft, manifest, own):
+        lost = _lost(stored, draft, manifest, own)
+        if lost and rule is HeadRule.CONTEST:
             manifest = manifest.on_branch(ids.losing_branch(manifest.branch_name))
             stored = None
             _put_snapshot(repository, draft, manifest)
@@ -93,6 +105,26 @@ def move_to_branch(repository: Repository, draft: Draft, manifest: Manifest) -> 
     _put_snapshot(repository, draft, manifest)
     drop_from_ref(repository, draft.space, draft.manifest)
     force_head(repository, draft.space, manifest)
+
+
+def adopt(repository: Repository, space: Space, chain: TokenChain, manifest: Manifest, own: Collection[str]) -> None:
+    """Finish the commit of a writer that died between the manifest and the head: anchors, then the head if it may move.
+
+    Changes nothing for a snapshot that its branch already lists.
+    """
+    for _ in range(SWAP_ATTEMPTS):
+        stored = repository.read_ref(space, manifest.conversation_id, manifest.branch_name)
+        if stored is not None and stored.ref is not None:
+            listed = stored.ref.entry(manifest.snapshot_id) is not None
+            if listed or not refs.may_advance(stored.ref, manifest, chain.key, own):
+                return
+        for anchor in manifest.anchors:
+            repository.write_anchor(space, anchor.name, Anchor(manifest.snapshot_id, anchor.position))
+        try:
+            _swap(repository, space, manifest, stored)
+            return
+        except Conflict:
+            continue
 
 
 def force_head(repository: Repository, space: Space, manifest: Manifest) -> None:

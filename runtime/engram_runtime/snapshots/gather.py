@@ -67,16 +67,34 @@ def keep_on_host(shared: Shared, gathered: Gathered) -> bool:
 
 
 def redraft(shared: Shared, record: Record) -> Draft:
-    """A draft of a snapshot that so far lives on the host tier only. SnapshotError when its state was evicted."""
+    """A draft of a snapshot that exists, to be written to a tier that lacks it. SnapshotError when its state or its
+    messages are nowhere any more."""
     chain = shared.chain(record.tenant, record.tokens)
-    state: Mapping[str, Tensor] = {}
+    state: Mapping[str, Tensor] | None = {}
     if shared.layout.states:
-        found = shared.host.get(ItemKey(record.space, record.snapshot_id, STATE))
-        if found is None:
-            raise SnapshotError("the snapshot's state was evicted from the host tier before it was made durable")
-        state = found
-    content = files.describe_snapshot(chain, record.manifest.forwarded, record.messages, state, shared.layout)
+        state = shared.host.get(ItemKey(record.space, record.snapshot_id, STATE))
+    messages = record.messages
+    if state is None or (messages is None and record.manifest.tensor("messages") is not None):
+        state, messages = _read_content(shared, record)
+    content = files.describe_snapshot(chain, record.manifest.forwarded, messages, state, shared.layout)
+    if content.refs != record.manifest.tensors:
+        raise SnapshotError("the snapshot's tensors are not the ones that its manifest describes")
     return Draft(record.space, chain, record.manifest, content, None)
+
+
+def _read_content(shared: Shared, record: Record) -> tuple[Mapping[str, Tensor], bytes | None]:
+    trouble = SnapshotError("the snapshot's state was evicted from the host tier before it was made durable")
+    for tier in shared.tiers:
+        if tier.name not in record.tiers:
+            continue
+        try:
+            opened = shared.open(tier, record.space, record.snapshot_id)
+            with tier.reading():
+                state = tier.repository.read_state(opened) if shared.layout.states else {}
+                return state, tier.repository.read_messages(opened)
+        except SnapshotError as error:
+            trouble = error
+    raise trouble
 
 
 def _parent(shared: Shared, capture: Capture, space: Space) -> Record | None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
-from engram_runtime.errors import Conflict, NotFound, SnapshotError
+from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots import commit
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.events import EventLog
@@ -17,8 +17,7 @@ from engram_runtime.snapshots.policy import ids, keys
 from engram_runtime.snapshots.policy.boundaries import rank
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest
-from engram_runtime.snapshots.policy.records import Anchor, Label
-from engram_runtime.snapshots.policy.refs import RefEntry
+from engram_runtime.snapshots.policy.records import Label
 from engram_runtime.snapshots.quota import DiskQuota
 from engram_runtime.snapshots.shared import Shared
 from engram_runtime.snapshots.tiers import Tier
@@ -296,13 +295,11 @@ class Keeper:
         if record is not None:
             self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
 
-    def used(self, record: Record, tier_name: str) -> None:
-        """After a restore: renew its age, and bring a copy from the store to the disk."""
+    def used(self, record: Record) -> None:
+        """After a restore: renew the snapshot's age."""
         with self._lock:
             self._active.add(record.space)
         self._refresh(record)
-        if tier_name == "store":
-            self._promote(record)
 
     def poll(self) -> None:
         """Read the tombstones of tenants that were active."""
@@ -343,42 +340,9 @@ class Keeper:
                 with suppress(SnapshotError), tier.writing():
                     tier.repository.store.touch(record.space.snapshot(record.snapshot_id))
 
-    def _promote(self, record: Record) -> None:
-        """Copy from the store to the disk, content first, manifest last, as a save does."""
-        disk = next((tier for tier in self._shared.tiers if tier.name == "disk"), None)
-        store = next((tier for tier in self._shared.tiers if tier.name == "store"), None)
-        if disk is None or store is None or "disk" in record.tiers or not disk.writes.closed:
-            return
-        key = record.space.snapshot(record.snapshot_id)
-        with store.reading():
-            data = store.repository.store.get(key)
-        with disk.writing(), self._quota.room(len(data) + record.manifest.kv_bytes):
-            for file in sorted(record.manifest.files()):
-                path = record.space.kv(file)
-                try:
-                    disk.repository.store.touch(path)
-                except NotFound:
-                    with suppress(Conflict):
-                        disk.repository.store.put(path, self._shared.sources.read(record.space, file), if_absent=True)
-                disk.repository.mark_live(path)
-            disk.repository.store.put(key, [data])
-            for anchor in record.manifest.anchors:
-                disk.repository.write_anchor(record.space, anchor.name, Anchor(record.snapshot_id, anchor.position))
-            stored = disk.repository.read_ref(
-                record.space, record.manifest.conversation_id, record.manifest.branch_name
-            )
-            if stored is None or stored.ref is None or _newer(RefEntry.of(record.manifest), stored.ref.head_entry):
-                commit.force_head(disk.repository, record.space, record.manifest)
-        record.tiers.add("disk")
-        self._shared.counters.add("promotions.disk")
-
 
 def _age(manifest: Manifest) -> tuple[float, int]:
     return (manifest.created, rank(manifest.boundary))
-
-
-def _newer(left: RefEntry, right: RefEntry) -> bool:
-    return (left.turn_number, rank(left.boundary)) > (right.turn_number, rank(right.boundary))
 
 
 def _summary(manifest: Manifest, record: Record | None, tiers: tuple[str, ...], is_head: bool) -> SnapshotInfo:

@@ -1,8 +1,8 @@
 """Brings the pieces and the state of a snapshot to the host: cheapest tier first, one read per object however many ask.
 
-Everything is verified before it is handed out or kept. A damaged copy on the disk is deleted, so that the next tier's
-copy can take its place; a damaged object in the shared store is left for fsck, and forgotten, so that the next save
-writes it again.
+Everything is verified before it is handed out or kept. A damaged copy on a disk in front of a store is deleted, so that
+the store's can take its place; a damaged object on the last tier is left for fsck to see, and remembered, so that the
+next save writes it again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Loader:
         def damaged(tier: Tier) -> None:
             path = record.space.kv(ref.file)
             tier.repository.forget(path, damaged=True)
-            if tier.name == "disk":
+            if tier is not self._shared.authority:
                 tier.repository.store.delete(path)
 
         return self._flights.run((key, "piece"), lambda: self._from_tiers(key, what, ref.nbytes, verify, read, damaged))
@@ -128,7 +128,7 @@ class Loader:
             return tier.repository.read_state(tier.repository.open_snapshot(record.space, record.snapshot_id))
 
         def damaged(tier: Tier) -> None:
-            if tier.name == "disk":
+            if tier is not self._shared.authority:
                 tier.repository.store.delete(record.space.snapshot(record.snapshot_id))
             record.tiers.discard(tier.name)
 

@@ -23,6 +23,7 @@ from engram_runtime.snapshots.io.store import StoreUnavailable
 from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.policy.boundaries import check_boundary, rank
 from engram_runtime.snapshots.policy.identity import TokenChain, pack_tokens
+from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import MAX_TOKENS, Manifest
 from engram_runtime.snapshots.quota import DiskQuota
 from engram_runtime.snapshots.shared import Shared
@@ -40,6 +41,7 @@ class _Write:
     record: Record
     draft: commits.Draft
     on_done: Callable[[SaveResult], None] | None
+    fresh: bool  # a new snapshot, not a copy of one that another tier has
     reasons: list[str] = field(default_factory=list)
 
 
@@ -96,7 +98,7 @@ class Saver:
             self._dropped(capture.on_done, capture.snapshot_id, capture.branch_name, reason)
 
     def make_durable(self, record: Record, on_done: Callable[[SaveResult], None] | None = None) -> None:
-        """Write a snapshot that lives on the host tier only."""
+        """Write a snapshot to every durable tier that lacks it."""
         with self._idle:
             self._writes += 1
         self._lane(self._lanes, record.manifest.conversation_id).put(lambda: self._harden(record, on_done))
@@ -205,12 +207,18 @@ class Saver:
         with self._idle:
             self._writes += 1
             self._backlog_bytes += draft.nbytes
-        return _Write(record, draft, on_done)
+        return _Write(record, draft, on_done, fresh=not record.tiers)
 
     def _harden(self, record: Record, on_done: Callable[[SaveResult], None] | None) -> None:
         try:
-            if record.tiers or self._shared.catalogue.get(record.space, record.snapshot_id) is None:
-                self._done(on_done, self._result(record, "" if record.tiers else "deleted"))
+            if self._shared.catalogue.is_gone(record.space, record.snapshot_id):
+                raise SnapshotError("deleted")
+            missing = self._missing_from(record)
+            if not record.own and not record.adopted:
+                self._adopt(record, self._shared.chain(record.tenant, record.tokens))
+            if not missing:
+                record.level = True
+                self._done(on_done, self._result(record, ""))
                 return
             write = self._begin(record, redraft(self._shared, record), on_done)
         except (SnapshotError, ValueError) as error:
@@ -223,9 +231,12 @@ class Saver:
     def _to_disk(self, write: _Write) -> None:
         disk = self._tier("disk")
         store = self._tier("store")
-        if disk is not None:
-            self._write_disk(write, disk, mirror=store is not None)
-        if store is None:
+        if disk is not None and disk.name not in write.record.tiers:
+            rule = commits.HeadRule.CONTEST
+            if store is not None:
+                rule = commits.HeadRule.MIRROR if write.fresh else commits.HeadRule.YIELD
+            self._write_disk(write, disk, rule)
+        if store is None or store.name in write.record.tiers:
             self._finish(write)
             return
         with self._idle:
@@ -238,11 +249,11 @@ class Saver:
         lane = self._lane(self._store_lanes, write.record.manifest.conversation_id)
         lane.put(lambda: self._write_store(write, store))
 
-    def _write_disk(self, write: _Write, disk: Tier, *, mirror: bool) -> None:
+    def _write_disk(self, write: _Write, disk: Tier, rule: commits.HeadRule) -> None:
         try:
             with disk.writing(), self._quota.room(write.draft.nbytes):
-                self._commit(write, disk, contest=not mirror)
-        except SnapshotError as error:
+                self._commit(write, disk, rule)
+        except Exception as error:
             self._failed(write, disk, error)
 
     def _write_store(self, write: _Write, store: Tier) -> None:
@@ -253,21 +264,21 @@ class Saver:
             try:
                 before = write.record.manifest
                 with store.writing():
-                    self._commit(write, store, contest=True)
+                    self._commit(write, store, commits.HeadRule.CONTEST)
                 if write.record.manifest != before and "disk" in write.record.tiers:
                     self._mirror_branch(write, before)
                 break
             except StoreUnavailable:
                 self._shared.counters.add("save_retries.store")
                 self._closing.wait(max(RETRY_PAUSE, min(store.writes.retry_in(), 5.0)))
-            except SnapshotError as error:
+            except Exception as error:
                 self._failed(write, store, error)
                 break
         else:
             write.reasons.append("store: closed before the store was reached")
         self._finish(write)
 
-    def _commit(self, write: _Write, tier: Tier, *, contest: bool) -> None:
+    def _commit(self, write: _Write, tier: Tier, rule: commits.HeadRule) -> None:
         shared, record, draft = self._shared, write.record, write.draft
         if shared.catalogue.is_gone(draft.space, record.snapshot_id):
             raise SnapshotError("deleted")
@@ -278,8 +289,8 @@ class Saver:
             draft,
             source=lambda file: shared.sources.read(draft.space, file),
             live_seconds=shared.live_seconds,
-            own=self._own(record.manifest, draft),
-            contest=contest,
+            own=self._own(record.manifest, draft.space),
+            rule=rule,
         )
         if manifest.branch_name != record.manifest.branch_name:
             shared.counters.add("branches_opened")
@@ -296,12 +307,26 @@ class Saver:
         try:
             with disk.writing():
                 commits.move_to_branch(disk.repository, draft, write.record.manifest)
-        except SnapshotError as error:
+        except Exception as error:
             self._failed(write, disk, error)
 
-    def _own(self, manifest: Manifest, draft: commits.Draft) -> Collection[str]:
+    def _missing_from(self, record: Record) -> list[Tier]:
+        """Durable tiers without the snapshot. One that was not asked since this process knows the snapshot is asked."""
+        missing = []
+        for tier in self._shared.tiers:
+            if tier.name in record.tiers:
+                continue
+            try:
+                with tier.reading():
+                    tier.repository.store.head(record.space.snapshot(record.snapshot_id))
+                record.tiers.add(tier.name)
+            except SnapshotError:
+                missing.append(tier)
+        return missing
+
+    def _own(self, manifest: Manifest, space: Space) -> Collection[str]:
         """Snapshots that this process wrote in the same turn, or in the parent's."""
-        known = self._shared.catalogue.conversation(draft.space, manifest.conversation_id)
+        known = self._shared.catalogue.conversation(space, manifest.conversation_id)
         turns = {(manifest.turn_number, manifest.parent_id)}
         for record in known:
             if record.snapshot_id == manifest.parent_id:
@@ -327,12 +352,26 @@ class Saver:
                 return record
         return None
 
+    def _adopt(self, existing: Record, chain: TokenChain) -> None:
+        """Another process wrote it, and may have died before it moved the head."""
+        for tier in self._shared.tiers:
+            if tier.name not in existing.tiers:
+                continue
+            try:
+                with tier.writing():
+                    own = self._own(existing.manifest, existing.space)
+                    commits.adopt(tier.repository, existing.space, chain, existing.manifest, own)
+            except SnapshotError as error:
+                log.warning("tier %s: head not moved to snapshot %s: %s", tier.name, existing.snapshot_id, error)
+                return
+        existing.adopted = True
+
     def _unchanged(self, capture: Capture, existing: Record) -> None:
         shared = self._shared
         shared.counters.add("saves_unchanged")
         if capture.snapshot_id != existing.snapshot_id:
             shared.catalogue.alias(existing.space, capture.snapshot_id, existing.snapshot_id)
-        if capture.durable and shared.tiers and not existing.tiers:
+        if capture.durable and shared.tiers and not existing.level:
             self.make_durable(existing, capture.on_done)
             return
         self._done(capture.on_done, self._result(existing, "unchanged"))
@@ -343,6 +382,7 @@ class Saver:
             self._shared.sources.let_go(draft.space, draft.kv)
         if record.tiers:
             record.messages = None
+            record.level = len(record.tiers) == len(self._shared.tiers)
             if self._shared.catalogue.is_gone(record.space, record.snapshot_id):
                 self._on_gone(record)
             else:
@@ -352,8 +392,12 @@ class Saver:
         self._write_ended()
         self._done(write.on_done, self._result(record, "; ".join(write.reasons)))
 
-    def _failed(self, write: _Write, tier: Tier, error: SnapshotError) -> None:
-        log.warning("snapshot %s is not on tier %s: %s", write.record.snapshot_id, tier.name, error)
+    def _failed(self, write: _Write, tier: Tier, error: Exception) -> None:
+        """Whatever it is, the snapshot stays on the tiers that have it, and the lane goes on."""
+        unexpected = not isinstance(error, SnapshotError)
+        log.warning(
+            "snapshot %s is not on tier %s: %s", write.record.snapshot_id, tier.name, error, exc_info=unexpected
+        )
         write.reasons.append(f"{tier.name}: {error}")
         self._shared.counters.add(f"saves_failed.{tier.name}")
         if isinstance(error, commits.PieceLost):

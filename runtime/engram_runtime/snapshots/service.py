@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots import fsck
-from engram_runtime.snapshots.catalogue import Catalogue
+from engram_runtime.snapshots.catalogue import Catalogue, Record
 from engram_runtime.snapshots.events import EventLog
 from engram_runtime.snapshots.io.host_tier import HostTier
 from engram_runtime.snapshots.io.local_store import LocalStore
@@ -143,8 +143,14 @@ class SnapshotService:
             space = self._shared.space(query.tenant)
             record = self._shared.catalogue.get(space, result.snapshot_id)
             if record is not None:
-                self._saver.in_background(result.conversation_id, lambda: self._keeper.used(record, result.tier))
+                self._saver.in_background(result.conversation_id, lambda: self._after_restore(record))
         return result
+
+    def _after_restore(self, record: Record) -> None:
+        """Renew its age; give it to the tiers that lack it (a new replica's disk, a store that was away)."""
+        self._keeper.used(record)
+        if record.tiers and not record.level and all(tier.writes.healthy for tier in self._shared.tiers):
+            self._saver.make_durable(record)
 
     def save(self, capture: Capture) -> None:
         if not self.config.enabled:
