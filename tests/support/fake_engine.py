@@ -42,6 +42,7 @@ class FakeEngine:
         self._stats = EngineStats(blocks_total=64, max_model_len=max_model_len)
         self._prefixes: dict[str, list[list[int]]] = {}
         self._counter = itertools.count(1)
+        self._newest: dict[tuple[str, str, str], int] = {}
         self.hold: asyncio.Event | None = None
         self.requests: list[tuple[list[int], SamplingParams, TurnSpec | None]] = []
         self.warmed: list[tuple[list[int], TurnSpec]] = []
@@ -193,7 +194,9 @@ class FakeEngine:
 
     def _report(self, ids: list[int], tokens: list[int], turn: TurnSpec, restored: int) -> TurnReport:
         conversation = turn.conversation_id or f"c{next(self._counter)}"
-        number = turn.turn_number or 1
+        branch = (turn.tenant, conversation, turn.branch_name)
+        number = turn.turn_number or self._newest.get(branch, 0) + 1
+        self._newest[branch] = number
         report = TurnReport(
             conversation_id=conversation,
             branch_name=turn.branch_name,

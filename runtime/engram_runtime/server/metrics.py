@@ -92,9 +92,12 @@ class Metrics:
             for name, field, buckets, text in _HISTOGRAMS
         ]
 
+        self._collector: _EngineCollector | None = None
+
     def attach(self, engine: AsyncLLMEngine, inside: Callable[[], int]) -> None:
         """From now on scrapes include the engine and its snapshot service."""
-        self.registry.register(_EngineCollector(engine, inside, self._observe))
+        self._collector = _EngineCollector(engine, inside)
+        self.registry.register(self._collector)
 
     def observe_http(self, scope: Scope, status: int, seconds: float) -> None:
         # The route's template, not the path: paths hold ids, and each would be a time series.
@@ -109,28 +112,30 @@ class Metrics:
         self._rewarm.labels(result).inc()
 
     def render(self) -> bytes:
+        """Prometheus text format. Reads the engine once, so that all numbers of a scrape are of one moment."""
+        if self._collector is not None:
+            stats = self._collector.read()
+            for name, histogram in self._histograms:
+                for value in getattr(stats, name):
+                    histogram.observe(value)
         return generate_latest(self.registry)
-
-    def _observe(self, stats: EngineStats) -> None:
-        for name, histogram in self._histograms:
-            for value in getattr(stats, name):
-                histogram.observe(value)
 
 
 class _EngineCollector(Collector):
-    def __init__(
-        self, engine: AsyncLLMEngine, inside: Callable[[], int], observe: Callable[[EngineStats], None]
-    ) -> None:
+    def __init__(self, engine: AsyncLLMEngine, inside: Callable[[], int]) -> None:
         self._engine = engine
         self._inside = inside
-        self._observe = observe
+        self._stats = EngineStats()
+
+    def read(self) -> EngineStats:
+        self._stats = self._engine.stats()
+        return self._stats
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        self._observe(stats)
+        stats = self._stats
         for name, attribute, text in _GAUGES:
             yield GaugeMetricFamily(name, text, value=getattr(stats, attribute))
         yield GaugeMetricFamily("engram_sequences_admitted", "Sequences running or waiting.", value=self._inside())

@@ -101,7 +101,7 @@ class Tenants:
             if seen != self._seen:
                 self._keys = _read(files)
                 self._seen = seen
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             # A Secret in the middle of an update: the last good set stays in force.
             log.warning("API keys in %s could not be read (%s): the previous ones stay valid", self._folder, error)
 
@@ -131,6 +131,8 @@ def _digest(key: str) -> bytes:
 
 def is_loopback(host: str | None) -> bool:
     try:
-        return host is not None and ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host or "")
     except ValueError:
         return False
+    # A dual-stack socket shows IPv4 callers as ::ffff:127.0.0.1.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
