@@ -85,8 +85,8 @@ def list_all(conversation_id: str, branch_name: str | None, limit: int | None) -
 
 
 def find(conversation_id: str, turn_number: int | None, branch_name: str | None) -> Steps[SnapshotMetadata]:
-    """The newest snapshot of a turn, or of the conversation. SnapshotError 404 when there is none."""
-    found = yield from list_all(conversation_id, branch_name, 1 if turn_number is None else None)
+    """The newest snapshot of a turn, or of a branch (default main). SnapshotError 404 when there is none."""
+    found = yield from list_all(conversation_id, branch_name or "main", 1 if turn_number is None else None)
     for snapshot in found:
         if turn_number is None or snapshot.turn_number == turn_number:
             return snapshot
@@ -118,7 +118,10 @@ def info(conversation_id: str, turn_number: int | None, branch_name: str | None)
 
 
 def delete(conversation_id: str, turn_number: int | None, branch_name: str | None) -> Steps[DeleteSnapshotResponse]:
-    """Delete every snapshot of a turn, or of the whole conversation, in every tier. SnapshotError 404 for none."""
+    """Delete every snapshot of a turn (of branch main by default), of a branch, or of the whole conversation, in every
+    tier. SnapshotError 404 when there is none."""
+    if turn_number is not None:
+        branch_name = branch_name or "main"
     found = yield from list_all(conversation_id, branch_name, None)
     chosen = [snapshot for snapshot in found if turn_number is None or snapshot.turn_number == turn_number]
     if not chosen:

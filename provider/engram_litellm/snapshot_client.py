@@ -78,19 +78,19 @@ class SnapshotClient(_Configured):
     async def list_snapshots(
         self, conversation_id: str, branch_name: str | None = None, limit: int | None = None
     ) -> list[SnapshotMetadata]:
-        """Newest first; all of them without a `limit`."""
+        """Newest first, of all branches by default; all of them without a `limit`."""
         return await self._run(api.list_all(conversation_id, branch_name, limit), conversation_id, SnapshotError)
 
     async def get_snapshot_info(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> SnapshotMetadata:
-        """The newest snapshot of the conversation or turn."""
+        """The newest snapshot of a branch (default main), or of a turn on it."""
         return await self._run(api.info(conversation_id, turn_number, branch_name), conversation_id, SnapshotError)
 
     async def delete_snapshot(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> DeleteSnapshotResponse:
-        """Delete a turn's snapshots, or the conversation's, in every tier."""
+        """Delete a turn (on main by default), a branch, or the whole conversation, in every tier."""
         return await self._run(api.delete(conversation_id, turn_number, branch_name), conversation_id, SnapshotError)
 
     async def aclose(self) -> None:
@@ -170,19 +170,19 @@ class SyncSnapshotClient(_Configured):
     def list_snapshots(
         self, conversation_id: str, branch_name: str | None = None, limit: int | None = None
     ) -> list[SnapshotMetadata]:
-        """Newest first; all of them without a `limit`."""
+        """Newest first, of all branches by default; all of them without a `limit`."""
         return self._run(api.list_all(conversation_id, branch_name, limit), conversation_id, SnapshotError)
 
     def get_snapshot_info(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> SnapshotMetadata:
-        """The newest snapshot of the conversation or turn."""
+        """The newest snapshot of a branch (default main), or of a turn on it."""
         return self._run(api.info(conversation_id, turn_number, branch_name), conversation_id, SnapshotError)
 
     def delete_snapshot(
         self, conversation_id: str, turn_number: int | None = None, branch_name: str | None = None
     ) -> DeleteSnapshotResponse:
-        """Delete a turn's snapshots, or the conversation's, in every tier."""
+        """Delete a turn (on main by default), a branch, or the whole conversation, in every tier."""
         return self._run(api.delete(conversation_id, turn_number, branch_name), conversation_id, SnapshotError)
 
     def close(self) -> None:

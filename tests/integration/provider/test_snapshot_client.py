@@ -121,6 +121,18 @@ def test_delete_a_turn_then_the_conversation(run: Run, turns: list[dict[str, Any
     assert caught.value.status_code == 404
 
 
+def test_branches_are_told_apart(run: Run, engine: FakeEngine) -> None:
+    for branch in ("main", "try"):
+        ask("sync", api_base=engine.url, extra_body={"conversation_id": "c", "branch_name": branch})
+    assert len(run("list_snapshots", "c")) == 2
+    assert run("get_snapshot_info", "c").branch_name == "main"
+    assert run("get_snapshot_info", "c", branch_name="try").turn_number == 2
+    with pytest.raises(SnapshotError):
+        run("delete_snapshot", "c", turn_number=2)
+    assert run("delete_snapshot", "c", branch_name="try").count == 1
+    assert [snapshot.branch_name for snapshot in run("list_snapshots", "c")] == ["main"]
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -158,7 +170,10 @@ def test_ids_are_never_paths() -> None:
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as http:
         SyncSnapshotClient("http://h", client=http).get_snapshot_info("c:1/../2")
-    assert seen == ["/v1/snapshots?conversation_id=c%3A1%2F..%2F2&limit=1", "/v1/snapshots/..%2F..%2Fadmin%3Fx%3D1"]
+    assert seen == [
+        "/v1/snapshots?conversation_id=c%3A1%2F..%2F2&limit=1&branch_name=main",
+        "/v1/snapshots/..%2F..%2Fadmin%3Fx%3D1",
+    ]
 
 
 def test_address_and_key_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

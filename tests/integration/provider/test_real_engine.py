@@ -1,0 +1,189 @@
+"""The provider and the snapshot client against the real server with a tiny random model, across a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import litellm
+import pytest
+
+from engram_litellm import SyncSnapshotClient
+from tests.integration.provider.styles import STYLES, ask
+from tests.support.tiny import make_tiny
+
+OPTIONS: dict[str, Any] = {"model": "engram/tiny", "max_tokens": 6, "temperature": 0}
+
+
+class Engine:
+    """One server process that can be killed and started again on the same port and store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_tiny("llama", folder / "model")
+        self.port, self.admin = free_ports(2)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", "from engram_runtime.cli import main; raise SystemExit(main())", "serve"]
+        command += ["--model", str(self.folder / "model"), "--served-model-name", "tiny", "--device", "cpu"]
+        command += ["--port", str(self.port), "--admin-port", str(self.admin)]
+        command += [
+            "--snapshot-store",
+            f"file://{self.folder}/store",
+            "--snapshot-disk-path",
+            str(self.folder / "disk"),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(self.folder / "state")}
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
+            try:
+                if httpx.get(f"{self.url}/health/ready").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise AssertionError((self.folder / "log").read_text()[-3000:])
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("engine"))
+    engine.start()
+    try:
+        engine.wait_ready()
+        yield engine
+    finally:
+        engine.kill()
+
+
+@pytest.fixture(autouse=True)
+def published(server: Engine) -> None:
+    """The list that `engram up` writes."""
+    path = Path(os.environ["XDG_STATE_HOME"]) / "engram" / "endpoints.json"
+    path.parent.mkdir(parents=True)
+    endpoint = {"name": "tiny-0", "url": server.url, "admin_url": f"http://127.0.0.1:{server.admin}"}
+    path.write_text(
+        json.dumps({"version": 1, "models": {"tiny": {"namespace": "default", "endpoints": [endpoint], "pid": 1}}})
+    )
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_only_new_tokens_are_computed(style: str) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"a story, told {style}"}]
+    conversations = set()
+    for turn in range(1, 4):
+        out = ask(style, messages, **OPTIONS)
+        conversations.add(out.engram["conversation_id"])
+        assert out.engram["turn_number"] == turn
+        assert out.engram["restore_failed"] is False
+        assert out.usage.prompt_tokens_details.cached_tokens == out.engram["tokens_saved"]
+        if turn > 1:
+            assert 0 < out.usage.prompt_tokens - out.engram["tokens_saved"] < 30
+        messages += [out.message, {"role": "user", "content": "go on"}]
+    assert len(conversations) == 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_recall_with_the_new_message_only(style: str) -> None:
+    name = f"recall-{style}"
+    first = ask(style, [{"role": "user", "content": "the word is bee"}], conversation_id=name, **OPTIONS)
+    full_history = [
+        {"role": "user", "content": "the word is bee"},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "which word?"},
+    ]
+    full = ask(style, full_history, extra_body={"stateful_mode": "stateless"}, **OPTIONS)
+    short = ask(style, full_history[-1:], extra_body={"restore_from": f"{name}:1"}, **OPTIONS)
+    assert short.usage.prompt_tokens == full.usage.prompt_tokens
+    assert short.engram["restored_tokens"] > 0
+    assert short.text == full.text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_stateless_leaves_nothing_behind(style: str, server: Engine) -> None:
+    messages = [{"role": "user", "content": f"forget this, {style}"}]
+    out = ask(style, messages, extra_body={"stateful_mode": "stateless"}, **OPTIONS)
+    assert out.engram["snapshot_id"] is None
+    assert out.engram["auto_save"] is False
+    assert out.engram["tier"] in (None, "gpu"), "a prefix in the engine's own memory is shared, a snapshot is not read"
+    with SyncSnapshotClient(server.url) as client:
+        assert client.list_snapshots(out.engram["conversation_id"] or "none") == []
+
+
+def test_errors_are_litellms() -> None:
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(messages=[{"role": "user", "content": "x"}], **{**OPTIONS, "temperature": -1})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "x " * 6000}], **OPTIONS)
+    with pytest.raises(litellm.BadRequestError, match="nonsense"):
+        litellm.completion(messages=[{"role": "user", "content": "x"}], extra_body={"nonsense": 1}, **OPTIONS)
+
+
+def test_the_snapshot_calls(server: Engine) -> None:
+    messages: list[Any] = [{"role": "user", "content": "to be kept"}]
+    for _ in range(2):
+        out = ask("sync", messages, conversation_id="kept", **OPTIONS)
+        messages += [out.message, {"role": "user", "content": "more"}]
+    with SyncSnapshotClient(server.url) as client:
+        end = time.monotonic() + 20
+        while {snapshot.turn_number for snapshot in client.list_snapshots("kept")} != {1, 2}:
+            assert time.monotonic() < end, "turns are saved in the background, but soon"
+            time.sleep(0.1)
+        saved = client.save_snapshot("kept", tag="mine", pin=True)
+        assert saved.turn_number == 2
+        info = client.get_snapshot_info("kept", turn_number=1)
+        assert (info.conversation_id, info.turn_number, info.model) == ("kept", 1, "tiny")
+        assert info.size_bytes
+        restored = client.restore_snapshot("kept", turn_number=1)
+        assert restored.turn_number == 1
+        assert restored.restore_time_ms > 0
+        assert client.delete_snapshot("kept").count >= 2
+        assert client.list_snapshots("kept") == []
+
+
+def test_a_conversation_survives_a_kill_within_one_call(server: Engine) -> None:
+    """The engine is killed between turns and comes back while the next call already waits for it."""
+    messages: list[Any] = [{"role": "user", "content": "remember me across death"}]
+    first = ask("sync", messages, **OPTIONS)
+    time.sleep(1.0)  # saves are in the background
+    server.kill()
+    server.start()
+    messages += [first.message, {"role": "user", "content": "are you there?"}]
+    second = ask("sync", messages, extra_body={}, timeout=120, **OPTIONS)
+    assert second.engram["conversation_id"] == first.engram["conversation_id"]
+    assert second.engram["tier"] in ("disk", "store")
+    assert 0 < second.usage.prompt_tokens - second.engram["tokens_saved"] < 30
