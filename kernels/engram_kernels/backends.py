@@ -41,7 +41,17 @@ TRITON_OPS: tuple[str, ...] = (
     "paged_attention",
     "silu_and_mul",
     "logits",
+    "causal_conv1d",
+    "ssd_scan",
+    "state_update",
+    "gated_rms_norm",
+    "route",
+    "experts",
     "sample",
+    "copy_blocks",
+    "gather_kv",
+    "scatter_kv",
+    "copy_state",
 )
 """Ops with a Triton kernel in `<op>/kernel.py`."""
 

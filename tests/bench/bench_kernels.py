@@ -54,7 +54,8 @@ def decode() -> list[Row]:
                            (64, 2048), (64, 8192), (256, 512), (256, 2048)):  # fmt: skip
         pages = batch * -(-context // 16)
         sets = max(1, min(16, 600_000_000 // (batch * context * 4096), 270_000 // pages))
-        order = torch.randperm(270_000, device="cuda").int()
+        # A batch that fits lives in 4 GB of the pool, as an allocator that reuses blocks would leave it.
+        order = torch.randperm(61_000 if sets * pages <= 61_000 else 270_000, device="cuda").int()
         meta, _ = make_step([(1, context)] * batch, device="cuda")
         steps = []
         for i in range(sets):

@@ -7,6 +7,8 @@ Sources: FlashAttention-3 (Shah et al. 2024); our prototype: 612 to 632 TFLOP/s 
 cuDNN (545 to 609) and plain Triton (530). A ping-pong barrier between the consumers and a third stage did not help.
 Limits: bf16 or fp16, head size 128, capability 9.0. The whole KV pool must hold finite numbers (a fresh pool is zeros):
 keys past a sequence's end get weight 0, and 0 * NaN is NaN. Blocks of 128 rows: short chunks go to `split_kv.py`.
+The mask is a power of two: times the scale it stays exact, while the residual of a rounded -1e30 under fused
+multiply-add is 1e21, and 2^1e21 is inf (seen).
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engram_kernels.launch import LOG2E, next_power_of_2
-from engram_kernels.paged_attention.prefill import find_block
+from engram_kernels.varlen import find_block
 
 BM = 128  # query rows of a program, 64 for each consumer
 BN = 128  # keys of a tile
+FAR = gl.constexpr(-float(2**100))
 
 
 @triton.jit(do_not_specialize=["seq0", "num_seqs"])
@@ -89,7 +92,7 @@ def _consumer(
     s = warpgroup_mma(q, k_tiles.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(0), count=1)
-    s = gl.where(reach[:, None] >= col[None, :], s, -1e30)  # finite: the next tile repairs a row that sees nothing here
+    s = gl.where(reach[:, None] >= col[None, :], s, FAR)  # finite: the next tile repairs a row that sees nothing here
     m = gl.max(s, 1) * scale
     p = gl.exp2(s * scale - m[:, None])
     den = gl.sum(p, 1)
@@ -104,7 +107,7 @@ def _consumer(
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
         if i == 1:  # a chunk that does not start on a tile boundary has two tiles to mask
-            s = gl.where((reach + TILE)[:, None] >= col[None, :], s, -1e30)
+            s = gl.where((reach + TILE)[:, None] >= col[None, :], s, FAR)
         top = gl.maximum(m, gl.max(s, 1) * scale)
         fade = gl.exp2(m - top)
         p = gl.exp2(s * scale - top[:, None])

@@ -36,7 +36,7 @@ def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> 
     if query_lens:
         longest = max(query_lens)
         if longest <= SHORT_CHUNK:
-            block = max(1, 64 * kv.shape[2] // heads)
+            block = max(2, 64 * kv.shape[2] // heads)  # 1 is the decode form: one token a sequence
             _split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
         elif capability(q)[0] == 9 and hopper.supports(q, kv):
             hopper.prefill_hopper(
@@ -66,8 +66,7 @@ def _split(
     if q.dtype == torch.float32:
         config = tuned("paged_attention.split_kv", {"dtype": "float32"})
     else:
-        size = "small" if count * kv_heads < 2 * multiprocessors(q) else "large"
-        config = tuned("paged_attention.split_kv", {"batch": size, "rows": min(rows, 64)})
+        config = tuned("paged_attention.split_kv", {"size": _size(count * kv_heads), "rows": min(rows, 64)})
     # About this many programs: enough reads in flight on every multiprocessor, few enough that pieces stay long.
     target = max(1, config["waves"] * multiprocessors(q) // kv_heads)
     blocks = count if block == 1 else tokens // block + count
@@ -91,6 +90,11 @@ def _split(
         kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), config["merge"], pdl,
         num_warps=4, **kwargs,
     )  # fmt: skip
+
+
+def _size(pairs: int) -> str:
+    """A word for the number of (sequence, KV head) pairs: how much there is to read without splitting."""
+    return "tiny" if pairs <= 32 else "small" if pairs <= 256 else "medium" if pairs <= 1024 else "large"
 
 
 def _prefill(

@@ -24,7 +24,7 @@ FAR = tl.constexpr(-1e30)  # finite: a row that sees no key yet must not make Na
 
 @triton.jit
 def _cut(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl.constexpr, UNIT: tl.constexpr):
-    """The plan, per sequence [SP]: length, query blocks, pieces per block, first task after the sequence's last."""
+    """The plan, per sequence [SP]: query blocks, pieces per block, first task after the sequence's last."""
     s = tl.arange(0, SP)
     live = s < num_seqs
     length = tl.load(seq_lens + seq0 + s, mask=live, other=0)
@@ -36,7 +36,7 @@ def _cut(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl
     units = (length + UNIT - 1) // UNIT
     chunk = tl.maximum((tl.sum(blocks * units) + target - 1) // target, 1)
     pieces = tl.maximum((units + chunk - 1) // chunk, 1)
-    return length, blocks, pieces, tl.cumsum(blocks * pieces, 0)
+    return blocks, pieces, tl.cumsum(blocks * pieces, 0)
 
 
 @triton.jit
@@ -88,18 +88,22 @@ def attend(
         gdc_launch_dependents()
     h = tl.program_id(0)
     t = tl.program_id(1)
-    if USE_PDL:
-        gdc_wait()
-    length_s, blocks_s, pieces_s, end_s = _cut(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
+    # The plan reads the step's metadata only, which is complete before the step's first launch: no wait yet.
+    blocks_s, pieces_s, end_s = _cut(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
     s = tl.sum((end_s <= t).to(tl.int32))
     if s < num_seqs:
-        length = _pick(length_s, s, SP)
+        length = tl.load(seq_lens + seq0 + s)
         pieces = _pick(pieces_s, s, SP)
-        local = t - (_pick(end_s, s, SP) - _pick(blocks_s, s, SP) * pieces)
+        if QB == 1:
+            local = t - (_pick(end_s, s, SP) - pieces)
+            q0 = seq0 + s  # decodes are the step's first tokens, one each
+            new = 1
+        else:
+            local = t - (_pick(end_s, s, SP) - _pick(blocks_s, s, SP) * pieces)
+            q0 = tl.load(query_start + seq0 + s)
+            new = tl.load(query_start + seq0 + s + 1) - q0
         block = local // pieces
         piece = local % pieces
-        q0 = tl.load(query_start + seq0 + s)
-        new = tl.load(query_start + seq0 + s + 1) - q0
         start = length - new + block * QB  # position of the block's first token
         span = ((length + UNIT - 1) // UNIT + pieces - 1) // pieces * UNIT
         lo = tl.minimum(piece * span, length)
@@ -113,6 +117,12 @@ def attend(
         row = (q0 + token).to(tl.int64)
         head = h * G + r % G
         keep = live[:, None] & (d[None, :] < D)
+        pages = block_tables + (seq0 + s).to(tl.int64) * table_stride
+        last = tl.maximum(tl.minimum(hi, table_width * 16) - 1, 0)
+        n = tl.arange(0, BN)
+        page = tl.load(pages + tl.minimum(lo + n, last) // 16)
+        if USE_PDL:
+            gdc_wait()
         qt = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=keep, other=0.0)
         m = tl.full((ROWS,), FAR, tl.float32)
         den = tl.zeros((ROWS,), tl.float32)
@@ -120,11 +130,7 @@ def attend(
 
         k_at = kv
         v_at = kv + num_blocks.to(tl.int64) * (H * 16 * D)
-        pages = block_tables + (seq0 + s).to(tl.int64) * table_stride
-        last = tl.maximum(tl.minimum(hi, table_width * 16) - 1, 0)
-        n = tl.arange(0, BN)
         whole = lo + tl.maximum(tl.minimum(hi, start + 1) - lo, 0) // BN * BN  # tiles every row sees in full
-        page = tl.load(pages + tl.minimum(lo + n, last) // 16)
         for n0 in tl.range(lo, whole, BN, num_stages=STAGES):
             after = tl.load(pages + tl.minimum(n0 + BN + n, last) // 16)
             m, den, acc = _tile(qt, k_at, v_at, page, n0, hi, limit, h, m, den, acc, scale, H, D, DP, BN, False)
@@ -154,12 +160,15 @@ def combine(
         gdc_launch_dependents()
     row = token0 + tl.program_id(0)
     head = tl.program_id(1)
+    blocks_s, pieces_s, end_s = _cut(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
+    if QB == 1:
+        s = row - token0
+    else:
+        ends = tl.load(query_start + seq0 + 1 + tl.arange(0, SP), mask=tl.arange(0, SP) < num_seqs, other=2147483647)
+        s = tl.sum((ends <= row).to(tl.int32))
+    pieces = _pick(pieces_s, s, SP)
     if USE_PDL:
         gdc_wait()
-    _, blocks_s, pieces_s, end_s = _cut(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
-    ends = tl.load(query_start + seq0 + 1 + tl.arange(0, SP), mask=tl.arange(0, SP) < num_seqs, other=2147483647)
-    s = tl.sum((ends <= row).to(tl.int32))
-    pieces = _pick(pieces_s, s, SP)
     if (s < num_seqs) & (pieces > 1):
         local = row - tl.load(query_start + seq0 + s)
         t0 = _pick(end_s, s, SP) - (_pick(blocks_s, s, SP) - local // QB) * pieces

@@ -67,10 +67,11 @@ def _rope_append(
         cos = cos_sin + tl.load(positions + t) * (2 * HALF)
     parts_q: tl.constexpr = (H + BH - 1) // BH if Q else 0
     if part < parts_q:
-        head = part * BH + tl.arange(0, BH)
-        value = _heads(q + t * q_stride, q_head, q_weight, cos, cos + HALF, head, H, eps, D, DP, HALF, NORM)
-        keep = (head[:, None] < H) & (d[None, :] < D)
-        tl.store(q_out + (t * H + head[:, None]) * D + d[None, :], value.to(q_out.dtype.element_ty), mask=keep)
+        # Names of their own: a variable that has one shape here and another below does not compile.
+        head_q = part * BH + tl.arange(0, BH)
+        query = _heads(q + t * q_stride, q_head, q_weight, cos, cos + HALF, head_q, H, eps, D, DP, HALF, NORM)
+        keep_q = (head_q[:, None] < H) & (d[None, :] < D)
+        tl.store(q_out + (t * H + head_q[:, None]) * D + d[None, :], query.to(q_out.dtype.element_ty), mask=keep_q)
     else:
         head = (part - parts_q) * BK + tl.arange(0, BK)
         keep = (head[:, None] < K) & (d[None, :] < D)

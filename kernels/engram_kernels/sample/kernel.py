@@ -78,8 +78,8 @@ def _survey(
 
 @triton.jit
 def _draw(
-    shaped, tops, temperature, seeds, positions, min_p, k_cut, p_cut, drawn, drawn_ids, V,
-    MIN_P: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    shaped, tops, temperature, seeds, positions, min_p, cuts, drawn, drawn_ids, V,
+    MIN_P: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk) of a row with a temperature: the chunk's largest perturbed logit that no cut removed."""
@@ -93,10 +93,8 @@ def _draw(
         v = chunk * CHUNK + tl.arange(0, CHUNK)
         scaled = cut.scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
         keep = v < V
-        if TOP_K:
-            keep = keep & (cut.key_of(scaled) <= tl.load(k_cut + row))
-        if TOP_P:
-            keep = keep & (cut.key_of(scaled) <= tl.load(p_cut + row))
+        if CUT:
+            keep = keep & (cut.key_of(scaled) <= tl.load(cuts + row))
         if MIN_P:
             keep = keep & (scaled >= tl.minimum(tl.log(tl.load(min_p + row)), 0.0))
         offset = (tl.load(positions + row).to(tl.int64) << 32) | v.to(tl.int64)
@@ -197,16 +195,11 @@ def _choose(
     )
     temperature = s.temperature
     if temperature is not None and s.seeds is not None and s.positions is not None:
-        k_cut = p_cut = None
-        if s.top_k is not None:
-            k_cut = _find_cut(shaped, tops, temperature, s.top_k, None, mass=False)
-        if s.top_p is not None:
-            p_cut = _find_cut(shaped, tops, temperature, s.top_p, k_cut, mass=True)
+        cuts = _find_cuts(shaped, tops, temperature, s.top_k, s.top_p)
         _draw[(rows, chunks)](
             shaped, tops, temperature, s.seeds, s.positions, tops if s.min_p is None else s.min_p,
-            tops if k_cut is None else k_cut, tops if p_cut is None else p_cut, drawn, drawn_ids, vocab,
-            s.min_p is not None, k_cut is not None, p_cut is not None, CHUNK, chunks, padded, pdl,
-            num_warps=4, **kwargs,
+            tops if cuts is None else cuts, drawn, drawn_ids, vocab, s.min_p is not None, cuts is not None, CHUNK,
+            chunks, padded, pdl, num_warps=4, **kwargs,
         )  # fmt: skip
     _finish[(rows,)](
         raw, tops, top_ids, raw_tops, raw_sums, drawn, drawn_ids, tops if temperature is None else temperature, tokens,
@@ -214,26 +207,24 @@ def _choose(
     )  # fmt: skip
 
 
-def _find_cut(
-    shaped: Tensor, tops: Tensor, temperature: Tensor, wanted: Tensor, within: Tensor | None, *, mass: bool
-) -> Tensor:
-    """[R] int32: keys above it are cut by top-k, or with `mass` by top-p over the keys up to `within`."""
+def _find_cuts(
+    shaped: Tensor, tops: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None
+) -> Tensor | None:
+    """[R] int32: logits with larger keys are cut by top-k or top-p; None when the step asks for neither."""
+    if top_k is None and top_p is None:
+        return None
     rows, vocab = shaped.shape
     chunks = tops.shape[1]
-    padded = next_power_of_2(chunks)
     pdl = dependent_launch(shaped)
     kwargs = {"launch_pdl": True} if pdl else {}
-    sums = torch.empty(cut.PASSES, rows, chunks, 16, dtype=torch.float32, device=shaped.device)
-    bases = torch.empty(cut.PASSES + 1, rows, dtype=torch.int32, device=shaped.device)
+    counts = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.int32, device=shaped.device)
+    masses = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.float32, device=shaped.device)
+    kept = torch.empty(rows, cut.CAP, dtype=torch.float32, device=shaped.device)
     found = torch.empty(rows, dtype=torch.int32, device=shaped.device)
-    for step, shift in enumerate(cut.SHIFTS):
-        cut.measure[(rows, chunks)](
-            shaped, tops, temperature, wanted, bases if within is None else within, sums, bases, rows, vocab,
-            step, shift, cut.SHIFTS[step - 1] if step else 0, mass, within is not None, CHUNK, chunks, padded, pdl,
-            num_warps=4, **kwargs,
-        )  # fmt: skip
-    cut.settle[(rows,)](
-        temperature, wanted, sums, bases, found, rows, vocab, cut.PASSES, mass, chunks, padded, pdl,
-        num_warps=4, **kwargs,
-    )  # fmt: skip
+    asked = (shaped, tops, temperature, tops if top_k is None else top_k, tops if top_p is None else top_p)
+    flags = (top_k is not None, top_p is not None)
+    shape = (CHUNK, chunks, next_power_of_2(chunks), pdl)
+    cut.census[(rows, chunks)](*asked, counts, masses, vocab, *flags, *shape, num_warps=4, **kwargs)
+    cut.compact[(rows, chunks)](*asked, counts, kept, vocab, *flags, cut.CAP, *shape, num_warps=4, **kwargs)
+    cut.solve[(rows,)](*asked, counts, masses, kept, found, vocab, *flags, cut.CAP, *shape[1:], num_warps=8, **kwargs)
     return found

@@ -1,0 +1,92 @@
+"""One Mamba2 step of every decode: the state is read once and written once, everything else is small beside it.
+
+A program owns BP channels of one head of one sequence, so a state of any size streams through registers. Source:
+selective state update of mamba_ssm; our prototype: 90 to 94 % of the copy rate from 64 sequences with 16 channels and
+one warp a program (fp32 state).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engram_kernels.launch import dependent_launch, next_power_of_2
+from engram_kernels.metadata import StepMetadata
+
+
+@triton.jit
+def softplus_clamped(value, low, high):
+    """log(1 + exp(value)), which is value itself where exp would overflow; clamped to the model's limits."""
+    step = tl.where(value <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(value, 20.0))), value)
+    return tl.minimum(tl.maximum(step, low), high)
+
+
+@triton.jit
+def _update(
+    x, dt, A, B, C, skip, dt_bias, state, y, slots, has_state, x_stride, dt_stride, b_stride, c_stride, state_stride,
+    low, high,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, PER_GROUP: tl.constexpr, BP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (channel block, head, sequence). state [slots, H, P, N] with slot stride state_stride, in place."""
+    if USE_PDL:
+        gdc_launch_dependents()
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    h = tl.program_id(1)
+    s = tl.program_id(2).to(tl.int64)
+    n = tl.arange(0, NP)
+    a = tl.load(A + h).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
+    keep = (p[:, None] < P) & (n[None, :] < N)
+    at = state + tl.load(slots + s) * state_stride + (h * P + p)[:, None] * N + n[None, :]
+    old = tl.load(at, mask=keep & (tl.load(has_state + s) != 0), other=0.0).to(tl.float32)
+    step = tl.load(dt + s * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    step = softplus_clamped(step, low, high)
+    value = tl.load(x + s * x_stride + h * P + p, mask=p < P, other=0.0).to(tl.float32)
+    group = h // PER_GROUP * N + n
+    b = tl.load(B + s * b_stride + group, mask=n < N, other=0.0).to(tl.float32)
+    c = tl.load(C + s * c_stride + group, mask=n < N, other=0.0).to(tl.float32)
+    new = old * tl.exp(step * a) + (value * step)[:, None] * b[None, :]
+    tl.store(at, new.to(state.dtype.element_ty), mask=keep)
+    out = tl.sum(new * c[None, :], axis=1) + tl.load(skip + h).to(tl.float32) * value
+    tl.store(y + (s * H + h) * P + p, out.to(y.dtype.element_ty), mask=p < P)
+
+
+def dense_rows(t: Tensor) -> Tensor:
+    """The tensor itself when everything behind its first dimension is dense, else a copy."""
+    return t if t[:1].is_contiguous() else t.contiguous()
+
+
+def state_update(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    ssm_state: Tensor,
+    meta: StepMetadata,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """As the reference: x [S, H, P], dt [S, H], B and C [S, G, N] (first dimension may be strided), one token each."""
+    sequences, heads, channels = x.shape
+    size = B.shape[2]
+    y = torch.empty(sequences, heads, channels, dtype=x.dtype, device=x.device)
+    if not sequences:
+        return y
+    x, dt, B, C = (dense_rows(t) for t in (x, dt, B, C))
+    block = min(16, next_power_of_2(channels))
+    if ssm_state.dtype != torch.float32:
+        block = min(32, next_power_of_2(channels))
+    pdl = dependent_launch(x)
+    _update[(-(-channels // block), heads, sequences)](
+        x, dt, A, B, C, D, dt_bias, ssm_state, y, meta.state_slots, meta.has_state, x.stride(0), dt.stride(0),
+        B.stride(0), C.stride(0), ssm_state.stride(0), *dt_limit, heads, channels, size, next_power_of_2(size),
+        heads // B.shape[1], block, pdl, num_warps=1 if block <= 16 else 4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return y

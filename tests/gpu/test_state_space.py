@@ -1,0 +1,118 @@
+"""Mamba2 kernels on the GPU at real sizes (Granite-4.0-H-tiny, Mamba-Codestral groups), against fp32 references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram_kernels import StepMetadata
+from engram_kernels.causal_conv1d.kernel import causal_conv1d
+from engram_kernels.causal_conv1d.reference import causal_conv1d as conv_reference
+from engram_kernels.gated_rms_norm.kernel import gated_rms_norm
+from engram_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
+from engram_kernels.ssd_scan.kernel import ssd_scan
+from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
+from engram_kernels.state_update.kernel import state_update
+from engram_kernels.state_update.reference import state_update as update_reference
+from tests.support.kernel_cases import Sequences, make_step, relative_error
+
+BF16 = torch.bfloat16
+SHAPES = [(48, 64, 1, 128), (128, 64, 8, 128)]  # heads, channels, groups, state size
+CHUNKS: Sequences = [(300, 300), (1, 1), (77, 400), (2, 40), (1000, 1000), (64, 128)]
+
+
+def _tensors(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, dt, A, B, C, D, dt_bias as views of one product, as a model has them."""
+    heads, channels, groups, size = shape
+    wide = torch.randn(tokens, heads * channels + 2 * groups * size + heads, device="cuda").to(dtype)
+    x, b, c, dt = wide.split([heads * channels, groups * size, groups * size, heads], dim=-1)
+    small = [torch.randn(heads, device="cuda") for _ in range(2)]
+    forget = -torch.exp(torch.rand(heads, device="cuda") * 3)
+    return [
+        x.view(tokens, heads, channels), dt, forget, b.view(tokens, groups, size), c.view(tokens, groups, size), *small
+    ]  # fmt: skip
+
+
+def _wide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.float() for t in tensors]
+
+
+def _state(meta: StepMetadata, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(meta.num_sequences + 2, 3, shape[0], shape[1], shape[3], device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_state_update(shape: tuple[int, int, int, int], batch: int) -> None:
+    meta, _ = make_step([(1, 2 + n) for n in range(batch)], device="cuda")
+    state = _state(meta, shape)
+    expected_state = state.clone()
+    tensors = _tensors(batch, shape, BF16)
+    out = state_update(*tensors, state[:, 1], meta)  # type: ignore[arg-type]
+    expected = update_reference(*_wide(tensors), expected_state[:, 1], meta)  # type: ignore[arg-type]
+    assert relative_error(out, expected) < 4e-3
+    assert relative_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_state_of_half_precision(dtype: torch.dtype) -> None:
+    meta, _ = make_step([(1, 5)] * 8, device="cuda")
+    state = _state(meta, SHAPES[0], dtype)
+    expected_state = state.float()
+    tensors = _tensors(8, SHAPES[0], BF16)
+    state_update(*tensors, state[:, 0], meta)  # type: ignore[arg-type]
+    update_reference(*_wide(tensors), expected_state[:, 0], meta)  # type: ignore[arg-type]
+    assert relative_error(state, expected_state) < 4e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(BF16, 6e-3), (torch.float16, 2e-3), (torch.float32, 1e-5)], ids=str)
+def test_scan(shape: tuple[int, int, int, int], dtype: torch.dtype, limit: float) -> None:
+    meta, _ = make_step(CHUNKS, device="cuda")
+    state = _state(meta, shape)
+    expected_state = state.clone()
+    tensors = _tensors(meta.num_tokens, shape, dtype)
+    out = ssd_scan(*tensors, state[:, 2], meta, 256)  # type: ignore[arg-type]
+    expected = scan_reference(*_wide(tensors), expected_state[:, 2], meta, 256)  # type: ignore[arg-type]
+    assert relative_error(out, expected) < limit
+    assert relative_error(state, expected_state) < min(limit, 1.5e-3)
+
+
+def test_scan_in_pieces_equals_scan_in_one() -> None:
+    """A prompt in chunks leaves the state that the whole prompt leaves: what prefix caching and snapshots stand on."""
+    tensors = _tensors(700, SHAPES[0], BF16)
+    whole, _ = make_step([(700, 700)], device="cuda")
+    state = _state(whole, SHAPES[0])
+    pieces_state = state.clone()
+    out = ssd_scan(*tensors, state[:, 0], whole, 256)  # type: ignore[arg-type]
+    outs, start = [], 0
+    for count in (256, 1, 300, 143):
+        piece, _ = make_step([(count, start + count)], device="cuda")
+        part = [t[start : start + count] if t.shape[0] == 700 else t for t in tensors]
+        outs.append(ssd_scan(*part, pieces_state[:, 0], piece, 256))  # type: ignore[arg-type]
+        start += count
+    assert relative_error(torch.cat(outs), out) < 4e-3
+    assert relative_error(pieces_state, state) < 1e-3
+
+
+@pytest.mark.parametrize("channels", [3328, 10240])
+def test_conv(channels: int) -> None:
+    meta, _ = make_step([(1, 5), (1, 900), *CHUNKS], device="cuda")
+    wide = torch.randn(meta.num_tokens, channels + 100, device="cuda").to(BF16)
+    x = wide[:, 60 : channels + 60]
+    weight, bias = (torch.randn(*s, device="cuda").to(BF16) for s in ((channels, 4), (channels,)))
+    state = torch.randn(meta.num_sequences + 2, 2, channels, 3, device="cuda").to(BF16)
+    expected_state = state.float()
+    out = causal_conv1d(x, weight, bias, state[:, 1], meta)
+    expected = conv_reference(x.float(), weight.float(), bias.float(), expected_state[:, 1], meta)
+    assert relative_error(out, expected) < 4e-3
+    assert torch.equal(state.float(), expected_state)
+
+
+@pytest.mark.parametrize(("width", "groups"), [(3072, 1), (8192, 8)])
+def test_gated_norm(width: int, groups: int) -> None:
+    wide = torch.randn(50, width + 77, device="cuda").to(BF16)
+    x, weight = torch.randn(50, width, device="cuda").to(BF16), torch.randn(width, device="cuda").to(BF16)
+    gate = wide[:, 70 : width + 70]
+    expected = norm_reference(x.double(), gate.double(), weight.double(), 1e-5, groups)
+    assert relative_error(gated_rms_norm(x, gate, weight, 1e-5, groups), expected) < 4e-3

@@ -1,0 +1,76 @@
+"""Mamba2 kernels against their references: states in strided views, mixed steps, chunks shorter than the window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram_kernels.causal_conv1d.kernel import causal_conv1d
+from engram_kernels.causal_conv1d.reference import causal_conv1d as conv_reference
+from engram_kernels.gated_rms_norm.kernel import gated_rms_norm
+from engram_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
+from engram_kernels.ssd_scan.kernel import ssd_scan
+from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
+from engram_kernels.state_update.kernel import state_update
+from engram_kernels.state_update.reference import state_update as update_reference
+from tests.support.kernel_cases import make_step, relative_error
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gated_norm(groups: int) -> None:
+    wide = torch.randn(4, 100)
+    x, gate, weight = torch.randn(4, 48), wide[:, 20:68], torch.randn(48)
+    assert (
+        relative_error(gated_rms_norm(x, gate, weight, 1e-5, groups), norm_reference(x, gate, weight, 1e-5, groups))
+        < 1e-6
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_conv(bias: bool) -> None:
+    meta, _ = make_step([(1, 5), (1, 9), (2, 2), (70, 70), (1, 1), (2, 30), (3, 40)])
+    slots, channels = len(meta.query_lens_host) + 2, 70
+    x = torch.randn(meta.num_tokens, channels + 10)[:, 3 : channels + 3]
+    weight, b = torch.randn(channels, 4), torch.randn(channels) if bias else None
+    state = torch.randn(slots, 2, channels, 3)
+    expected_state = state.clone()
+    out = causal_conv1d(x, weight, b, state[:, 1], meta)
+    assert relative_error(out, conv_reference(x, weight, b, expected_state[:, 1], meta)) < 1e-6
+    assert relative_error(state, expected_state) < 1e-6
+
+
+def _tensors(tokens: int, heads: int, channels: int, groups: int, size: int) -> tuple[torch.Tensor, ...]:
+    wide = torch.randn(tokens, heads * channels + 2 * groups * size + heads)
+    x, b, c, dt = wide.split([heads * channels, groups * size, groups * size, heads], dim=-1)
+    return (
+        x.view(tokens, heads, channels),
+        dt,
+        -torch.rand(heads) * 4 - 0.1,
+        b.view(tokens, groups, size),
+        c.view(tokens, groups, size),
+        torch.randn(heads),
+        torch.randn(heads),
+    )
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.1, 0.9)])
+@pytest.mark.parametrize("shape", [(4, 16, 2, 16), (3, 24, 1, 20)])
+def test_state_update(limit: tuple[float, float], shape: tuple[int, int, int, int]) -> None:
+    meta, _ = make_step([(1, 5), (1, 2), (1, 77)])
+    state = torch.randn(5, 2, shape[0], shape[1], shape[3])
+    expected_state = state.clone()
+    tensors = _tensors(3, *shape)
+    out = state_update(*tensors, state[:, 0], meta, limit)
+    assert relative_error(out, update_reference(*tensors, expected_state[:, 0], meta, limit)) < 1e-5
+    assert relative_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 1, 16), (3, 24, 1, 20)])
+def test_scan(shape: tuple[int, int, int, int]) -> None:
+    meta, _ = make_step([(70, 70), (1, 1), (33, 90), (2, 40)])
+    state = torch.randn(6, 2, shape[0], shape[1], shape[3])
+    expected_state = state.clone()
+    tensors = _tensors(meta.num_tokens, *shape)
+    out = ssd_scan(*tensors, state[:, 1], meta, 32)
+    assert relative_error(out, scan_reference(*tensors, expected_state[:, 1], meta, 32)) < 1e-5
+    assert relative_error(state, expected_state) < 1e-5
