@@ -1,0 +1,324 @@
+"""A real uvicorn on loopback over the fake engine: connections, clients, keys, queue, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_snapshots import FakeSnapshots
+from tests.support.serving import NAME, serving
+from tests.support.tiny import make_tokenizer
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+BODY = {"model": NAME, "messages": HELLO}
+ABORT_SECONDS = 0.7
+
+
+def fake(**options):
+    return FakeEngine(make_tokenizer(), snapshots=FakeSnapshots(), **options)
+
+
+@pytest.fixture
+def slow():
+    """A server whose engine needs 20 ms per token, about one second per reply."""
+    engine = fake(token_seconds=0.02)
+    with serving(lambda: engine) as running:
+        yield running, engine
+
+
+@pytest.fixture
+def quick():
+    engine = fake()
+    with serving(lambda: engine) as running:
+        yield running, engine
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def assert_aborted(engine, left_at):
+    until(lambda: not engine.running, ABORT_SECONDS)
+    until(lambda: engine.aborted, ABORT_SECONDS)
+    assert engine.aborted[-1][1] - left_at < ABORT_SECONDS
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dropped_connection_aborts(slow, path, stream):
+    running, engine = slow
+    body = BODY if "chat" in path else {"model": NAME, "prompt": "Hello", "max_tokens": 1000}
+    payload = httpx.Request("POST", running.url + path, json={**body, "stream": stream}).read()
+    with socket.create_connection(("127.0.0.1", running.server.ports[0])) as sock:
+        head = ["host: x", "content-type: application/json", f"content-length: {len(payload)}"]
+        sock.sendall("\r\n".join([f"POST {path} HTTP/1.1", *head, "", ""]).encode() + payload)
+        until(lambda: engine.running)
+        if stream:
+            assert b"200 OK" in sock.recv(65536)
+        left_at = time.monotonic()
+    assert_aborted(engine, left_at)
+    until(lambda: running.server.state.admission.inside == 0)
+
+
+def test_leaving_in_the_middle_of_a_prefill_aborts(quick):
+    """Before the first token there is nothing to send, so only the disconnect itself can tell."""
+    running, engine = quick
+    engine.token_seconds = 30.0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=0.3)
+    left_at = time.monotonic()
+    assert_aborted(engine, left_at)
+
+
+def test_many_streams_leave_at_once(slow):
+    running, engine = slow
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=running.url, timeout=10) as client:
+
+            async def one():
+                async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
+                    async for _ in response.aiter_lines():
+                        return
+
+            await asyncio.gather(*(one() for _ in range(20)))
+
+    asyncio.run(leave())
+    until(lambda: not engine.running, ABORT_SECONDS + 0.3)
+    until(lambda: running.server.state.admission.inside == 0)
+
+
+def test_tokens_arrive_as_they_are_made(slow):
+    running, _ = slow
+    times = []
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                times.append(time.monotonic())
+    assert len(times) > 20
+    assert times[-1] - times[1] > 0.3
+
+
+def test_pipelined_keep_alive(quick):
+    """One connection serves request after request, plain and streamed."""
+    running, _ = quick
+    with httpx.Client(base_url=running.url, limits=httpx.Limits(max_connections=1)) as client:
+        for stream in (False, True, False):
+            assert client.post("/v1/chat/completions", json={**BODY, "stream": stream}).status_code == 200
+        assert client.post("/v1/chat/completions", json={}).status_code == 400
+        assert client.get("/health/ready").status_code == 200
+
+
+def test_openai_client(quick):
+    running, engine = quick
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == [NAME]
+    reply = client.chat.completions.create(
+        model=NAME,
+        messages=HELLO,
+        temperature=0,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"conversation_id": "c", "top_k": 3},
+    )
+    assert reply.choices[0].message.content == "Your prom"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert reply.model_extra["engram"]["conversation_id"] == "c"
+    assert len(reply.choices[0].logprobs.content) == 5
+    assert engine.requests[0][1].top_k == 3
+    text = client.completions.create(model=NAME, prompt="Hello", max_tokens=5, echo=True)
+    assert text.choices[0].text == "HelloYour prom"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=NAME, messages=HELLO, temperature=9)
+    assert (caught.value.param, caught.value.status_code) == ("temperature", 400)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4o", messages=HELLO)
+
+
+def test_openai_stream(quick):
+    running, _ = quick
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    stream = client.chat.completions.create(
+        model=NAME, messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text.startswith("Your prompt had")
+    assert chunks[-1].usage.total_tokens > 0
+    assert chunks[-1].model_extra["engram"]["turn_number"] == 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+
+
+def test_openai_stream_that_breaks(quick):
+    running, engine = quick
+    engine.fail_after = 2
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="a step failed"):
+        list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True))
+
+
+async def test_openai_async(quick):
+    running, _ = quick
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        replies = await asyncio.gather(
+            *(client.chat.completions.create(model=NAME, messages=HELLO, seed=n, temperature=1) for n in range(16))
+        )
+        assert [f"(seed {n})" in reply.choices[0].message.content for n, reply in enumerate(replies)] == [True] * 16
+        stream = await client.chat.completions.create(model=NAME, messages=HELLO, stream=True)
+        text = [chunk.choices[0].delta.content async for chunk in stream]
+        assert "".join(piece or "" for piece in text).startswith("Your prompt had")
+
+
+def test_openai_client_is_told_when_to_come_back():
+    engine = fake(token_seconds=0.05)
+    with serving(lambda: engine, max_num_seqs=1, max_queue=0) as running:
+        busy = threading.Thread(target=httpx.post, args=(f"{running.url}/v1/chat/completions",), kwargs={"json": BODY})
+        busy.start()
+        until(lambda: engine.running)
+        with pytest.raises(openai.RateLimitError) as caught:
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0).chat.completions.create(
+                model=NAME, messages=HELLO
+            )
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        # With retries the client waits and is served.
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=5)
+        assert client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=1).choices
+        busy.join()
+
+
+def test_keys_over_http(tmp_path):
+    (tmp_path / "acme").write_text("secret\n")
+    (tmp_path / "admin").write_text("root\n")
+    with serving(fake, api_keys_dir=tmp_path) as running:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
+        assert openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret").models.list().data
+        assert httpx.get(f"{running.admin_url}/status").status_code == 401
+        assert httpx.get(f"{running.admin_url}/metrics").status_code == 200
+        assert httpx.get(f"{running.admin_url}/status", headers={"authorization": "Bearer root"}).status_code == 200
+        # A body that nobody may send is not read: the answer comes while it is still on its way.
+        with socket.create_connection(("127.0.0.1", running.server.ports[0])) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n{")
+            assert b"401" in sock.recv(65536)
+
+
+def test_large_bodies_get_an_answer():
+    with serving(fake, max_body_bytes=100_000) as running:
+        answer = httpx.post(f"{running.url}/v1/completions", content=b"x" * 300_000, timeout=10)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert httpx.get(f"{running.url}/health/ready").status_code == 200
+
+
+def test_http_is_up_while_the_model_loads():
+    loaded = threading.Event()
+    engine = fake()
+
+    def load():
+        assert loaded.wait(10)
+        return engine
+
+    with serving(load, wait=None) as running:
+        assert httpx.get(f"{running.url}/health/live").status_code == 200
+        for probe in ("startup", "ready"):
+            answer = httpx.get(f"{running.url}/health/{probe}")
+            assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        for path in ("/v1/models", "/v1/snapshots"):
+            answer = httpx.get(running.url + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+            assert int(answer.headers["retry-after"]) >= 1
+        loaded.set()
+        running.wait("ready")
+        assert httpx.get(f"{running.url}/health/startup").status_code == 200
+
+
+def test_a_model_that_does_not_load_ends_the_process():
+    def load():
+        raise ValueError("model has no config.json")
+
+    with serving(load, wait=None) as running:
+        assert running.join() == 1
+
+
+def test_drain_lets_running_turns_finish(slow):
+    running, engine = slow
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        running.stop()
+        running.wait("draining")
+        assert httpx.get(f"{running.url}/health/ready").status_code == 503
+        refused = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert "retry-after" in refused.headers
+        assert list(lines)[-2] == "data: [DONE]"
+    assert running.join() == 0
+    assert engine.drained
+
+
+def test_drain_ends_in_time():
+    """What does not finish is aborted, and the caller is told."""
+    engine = fake(token_seconds=60.0)
+    with serving(lambda: engine, drain_timeout=1.0) as running:
+        failures = []
+
+        def call():
+            try:
+                failures.append(httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=20))
+            except httpx.HTTPError as error:
+                failures.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        until(lambda: engine.running)
+        started = time.monotonic()
+        running.stop()
+        running.join()
+        assert time.monotonic() - started < 5.0
+        caller.join(5)
+        assert failures
+
+
+def test_a_second_signal_does_not_wait():
+    engine = fake(token_seconds=60.0)
+    with serving(lambda: engine, drain_timeout=60.0) as running:
+        caller = threading.Thread(
+            target=lambda: httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=20)
+        )
+        caller.daemon = True
+        caller.start()
+        until(lambda: engine.running)
+        running.stop()
+        running.wait("draining")
+        started = time.monotonic()
+        running.stop()
+        assert running.join() == 130
+        assert time.monotonic() - started < 8.0
+
+
+def test_a_port_in_use_is_an_error():
+    with (
+        serving(fake) as running,
+        pytest.raises(ValueError, match="cannot be used"),
+        serving(fake, port=running.server.ports[0]),
+    ):
+        pass
+
+
+def test_idle_conversations_are_saved():
+    engine = fake()
+    with serving(lambda: engine, save_turn_end=False, save_idle_seconds=0.2) as running:
+        httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"})
+        assert engine.requests[0][2].durable is False
+        until(lambda: any("store" in info.tiers for info, _ in engine.snapshots.entries.values()))
