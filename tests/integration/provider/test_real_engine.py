@@ -163,7 +163,7 @@ def test_the_snapshot_calls(server: Engine) -> None:
         while {snapshot.turn_number for snapshot in client.list_snapshots("kept")} != {1, 2}:
             assert time.monotonic() < end, "turns are saved in the background, but soon"
             time.sleep(0.1)
-        saved = client.save_snapshot("kept", tag="mine", pin=True)
+        saved = client.save_snapshot("kept", turn_number=2, tag="mine", pin=True)
         assert saved.turn_number == 2
         info = client.get_snapshot_info("kept", turn_number=1)
         assert (info.conversation_id, info.turn_number, info.model) == ("kept", 1, "tiny")
