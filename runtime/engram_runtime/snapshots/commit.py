@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engram_runtime.errors import Conflict, NotFound, SnapshotError
-from engram_runtime.snapshots.io import files
+from engram_runtime.snapshots.io import files, format
 from engram_runtime.snapshots.io.repository import Repository, StoredRef
 from engram_runtime.snapshots.io.store import StoreUnavailable
 from engram_runtime.snapshots.policy import ids, refs
@@ -54,9 +54,10 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of what a tier must have room for."""
+        """Upper bound of what a tier must have room for: files with their padding, and the small records."""
         kv = 0 if self.kv is None else self.kv.image.nbytes
-        return kv + self.content.nbytes + 64 * 1024
+        padded = sum(part.data.nbytes + format.ALIGNMENT for part in self.content.parts)
+        return kv + padded + 6 * format.ALIGNMENT
 
 
 def commit(

@@ -245,7 +245,12 @@ class Restorer:
         if not rate:
             return True
         latency = min(tier.speed.latency_seconds for tier in self._shared.tiers)
-        return (search.limit - search.best) / rate > latency
+        if (search.limit - search.best) / rate > latency:
+            return True
+        reason = f"asking would take {latency * 1e3:.1f} ms, longer than prefilling the rest"
+        if reason not in search.reasons:
+            search.reasons.append(reason)
+        return False
 
     # Fetching
 

@@ -10,7 +10,8 @@ import threading
 
 LARGE_READ = 1 << 20
 WEIGHT = 0.2
-DEFAULTS = {"host": (0.0005, 4e9), "disk": (0.002, 1e9), "store": (0.02, 5e8)}  # seconds, bytes per second
+# Seconds and bytes per second before anything was measured. Optimistic: a tier that is never asked is never measured.
+DEFAULTS = {"host": (0.0001, 1e10), "disk": (0.0005, 2e9), "store": (0.002, 2e9)}
 
 
 class Speed:
