@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per turn instead of text")
     args = parser.parse_args()
 
+    litellm.suppress_debug_info = True  # else stream_chunk_builder prints help texts between the replies
     messages: list[dict[str, str]] = []
     for line in sys.stdin:
         question = line.strip()

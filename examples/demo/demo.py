@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else LiteLLM looks for its price list on the internet
+
 import litellm
-from harness import HERE, SERVED_NAME, Application, Deployment, zero_states
+from harness import HERE, SERVED_NAME, Application, DemoError, Deployment, zero_states
 from transformers import AutoTokenizer
 
 import engram_litellm  # noqa: F401  registers the provider "engram"
@@ -41,6 +45,19 @@ def fetch_model() -> Path:
     script = ROOT / "scripts" / "fetch_smollm2.py"
     done = subprocess.run([sys.executable, str(script)], check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip().splitlines()[-1])
+
+
+def free_port_base(first: int = 30000) -> int:
+    """The first port pair (HTTP, admin = HTTP + 1000) of which both are free on loopback."""
+    for base in range(first, first + 1000, 10):
+        with socket.socket() as http, socket.socket() as admin:
+            try:
+                http.bind(("127.0.0.1", base))
+                admin.bind(("127.0.0.1", base + 1000))
+            except OSError:
+                continue
+            return base
+    raise DemoError(f"no free pair of ports from {first} on")
 
 
 class Accountant:
@@ -144,7 +161,7 @@ def run_parts(args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[
     parts: dict[str, Any] = {}
     for name, title, kill, zero in (
         ("never_killed", "1. never killed", False, False),
-        ("killed", f"2. killed after turn {KILL_AFTER}, restored from the store", True, False),
+        ("killed", f"2. killed after turn {KILL_AFTER}, started again", True, False),
         ("zeroed", f"3. killed after turn {KILL_AFTER}, stored state zeroed, checks off", True, True),
     ):
         print(f"\n{title}\n{HEADER}", flush=True)
@@ -192,11 +209,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("build/demo.json"), help="where the result goes (JSON)")
     parser.add_argument("--turns", type=int, default=12, help="turns of the conversation (more than 6)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens of each reply")
-    parser.add_argument("--port-base", type=int, default=30000, help="port of the first replica")
+    parser.add_argument("--port-base", type=int, help="port of the engine (default: the first free one from 30000)")
     args = parser.parse_args()
     if not KILL_AFTER < args.turns <= 12:
         parser.error(f"--turns must be between {KILL_AFTER + 1} and 12")
 
+    args.port_base = args.port_base or free_port_base()
     started = time.monotonic()
     checkpoint = fetch_model()
     folder = args.output.resolve().parent / "demo"
