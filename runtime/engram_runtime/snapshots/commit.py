@@ -133,7 +133,7 @@ def force_head(repository: Repository, space: Space, manifest: Manifest) -> None
     for _ in range(SWAP_ATTEMPTS):
         stored = repository.read_ref(space, manifest.conversation_id, manifest.branch_name)
         try:
-            _swap(repository, space, manifest, stored)
+            _swap(repository, space, manifest, stored, force=True)
             return
         except Conflict:
             continue
@@ -216,14 +216,20 @@ def _put_snapshot(repository: Repository, draft: Draft, manifest: Manifest) -> N
 def _lost(stored: StoredRef | None, draft: Draft, manifest: Manifest, own: Collection[str]) -> bool:
     if stored is None or stored.ref is None:
         return False
+    if stored.ref.led_on(manifest.snapshot_id):
+        return False
     return not refs.may_advance(stored.ref, manifest, draft.chain.key, own)
 
 
-def _swap(repository: Repository, space: Space, manifest: Manifest, stored: StoredRef | None) -> None:
-    """One attempt. A record that cannot be trusted is replaced."""
+def _swap(
+    repository: Repository, space: Space, manifest: Manifest, stored: StoredRef | None, *, force: bool = False
+) -> None:
+    """One attempt. A record that cannot be trusted is replaced; a turn whose continuation is listed is only listed."""
     if stored is None:
         repository.swap_ref(space, refs.new_ref(manifest), None)
     elif stored.ref is None:
         repository.swap_ref(space, refs.new_ref(manifest), stored.tag)
     elif stored.ref.head != manifest.snapshot_id:
-        repository.swap_ref(space, stored.ref.advance(refs.RefEntry.of(manifest)), stored.tag)
+        entry = refs.RefEntry.of(manifest)
+        late = not force and stored.ref.led_on(manifest.snapshot_id)
+        repository.swap_ref(space, stored.ref.listing(entry) if late else stored.ref.advance(entry), stored.tag)

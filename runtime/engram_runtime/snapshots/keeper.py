@@ -149,13 +149,17 @@ class Keeper:
 
     # Describing
 
-    def info(self, record: Record) -> SnapshotInfo:
+    def info(self, record: Record, heads: dict[tuple[str, str], str | None] | None = None) -> SnapshotInfo:
+        """`heads` remembers the heads of branches for the length of one listing."""
         manifest = record.manifest
         tiers = set(record.tiers)
         if self._on_host(record):
             tiers.add("host")
         return _summary(
-            manifest, record, tuple(t for t in ("host", "disk", "store") if t in tiers), self._is_head(record)
+            manifest,
+            record,
+            tuple(t for t in ("host", "disk", "store") if t in tiers),
+            self._is_head(record, {} if heads is None else heads),
         )
 
     def describe(self, space: Space, snapshot_id: str) -> SnapshotInfo:
@@ -198,14 +202,18 @@ class Keeper:
             wanted.append(ItemKey(record.space, record.snapshot_id, STATE))
         return bool(wanted) and all(key in self._shared.host for key in wanted)
 
-    def _is_head(self, record: Record) -> bool:
+    def _is_head(self, record: Record, heads: dict[tuple[str, str], str | None]) -> bool:
         manifest = record.manifest
-        for tier in reversed(self._shared.tiers):
-            if tier.name in record.tiers:
-                with suppress(SnapshotError), tier.reading():
-                    stored = tier.repository.read_ref(record.space, manifest.conversation_id, manifest.branch_name)
-                    return stored is not None and stored.ref is not None and stored.ref.head == record.snapshot_id
-        return False
+        branch = (manifest.conversation_id, manifest.branch_name)
+        if branch not in heads:
+            heads[branch] = None
+            for tier in reversed(self._shared.tiers):
+                if tier.name in record.tiers:
+                    with suppress(SnapshotError), tier.reading():
+                        stored = tier.repository.read_ref(record.space, *branch)
+                        heads[branch] = None if stored is None or stored.ref is None else stored.ref.head
+                        break
+        return heads[branch] == record.snapshot_id
 
     # Changing
 

@@ -323,6 +323,7 @@ class SnapshotService:
         if after is not None and not ids.is_id(after):
             raise ValueError("after must be the next_after of an earlier page")
         found: builtins.list[SnapshotInfo] = []
+        heads: dict[tuple[str, str], str | None] = {}
         for snapshot_id in self._keeper.ids_newest_first(tenant, conversation_id, after):
             if len(found) == limit:
                 return Page(found, found[-1].snapshot_id)
@@ -340,7 +341,7 @@ class SnapshotService:
             ):
                 continue
             if not record.expired(self._shared.clock()):
-                found.append(self._keeper.info(record))
+                found.append(self._keeper.info(record, heads))
         return Page(found, None)
 
     # Background

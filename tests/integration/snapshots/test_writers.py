@@ -91,6 +91,21 @@ def test_boundaries_of_one_turn_do_not_branch(make_world: Callable[..., World]) 
     assert world.service.resolve("default", "d").snapshot_id == late.snapshot_id
 
 
+def test_a_turn_stored_after_its_continuation(make_world: Callable[..., World]) -> None:
+    """The engine may hold a turn back for a moment, and the next one overtakes it: no branch, and the head stays."""
+    world = make_world("dense")
+    first = world.save(PROMPT[:100])
+    held = world.capture(PROMPT[:200], turn=2, parent=first.snapshot_id)
+    third = world.save([*PROMPT[:180], *tokens(90, seed=1)], turn=3, parent=held.snapshot_id)
+    world.service.save(held)
+    assert world.service.flush(10)
+    assert world.results[third.snapshot_id].branch_name == "main"
+    assert world.results[held.snapshot_id].branch_name == "main"
+    assert world.service.resolve("default", "c").snapshot_id == third.snapshot_id
+    assert world.service.resolve("default", "c", 2).snapshot_id == held.snapshot_id
+    assert world.service.set_head("default", held.snapshot_id).is_head
+
+
 def test_regenerate_opens_a_branch(make_world: Callable[..., World]) -> None:
     world = make_world("dense")
     first = world.save(PROMPT[:100])

@@ -67,6 +67,16 @@ class Ref:
         kept = tuple(e for e in self.entries if e.snapshot_id != entry.snapshot_id)
         return replace(self, head=entry.snapshot_id, generation=self.generation + 1, entries=_bounded((*kept, entry)))
 
+    def listing(self, entry: RefEntry) -> Ref:
+        """The ref with `entry` listed and its head where it was: a turn that was stored after the one it led to."""
+        others = tuple(e for e in self.entries if e.snapshot_id not in (entry.snapshot_id, self.head))
+        kept = _bounded((*others, entry, self.head_entry))
+        return replace(self, generation=self.generation + 1, entries=kept)
+
+    def led_on(self, snapshot_id: str) -> bool:
+        """Does this branch list a continuation of the snapshot already?"""
+        return any(e.parent_id == snapshot_id for e in self.entries)
+
     def without(self, gone: frozenset[str]) -> Ref | None:
         """The ref after deletions: a lost head falls back to the newest entry; None when no entry is left."""
         kept = tuple(e for e in self.entries if e.snapshot_id not in gone)
