@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from botocore import exceptions as sdk
+from botocore.parsers import ResponseParserError
 from urllib3 import exceptions as http
 
 from engram_runtime.errors import Conflict, NotFound, SnapshotError
@@ -109,6 +110,25 @@ _BY_STATUS = {
     507: "QuotaExceeded",
 }
 
+# In this order: the first that fits. Timeouts of the SDK and of urllib3 are kinds of their general errors.
+_BY_TYPE: tuple[tuple[tuple[type[Exception], ...], Kind, str, bool], ...] = (
+    (
+        (sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.CredentialRetrievalError),
+        Kind.CREDENTIALS,
+        "CredentialsMissing",
+        False,
+    ),
+    ((sdk.SSLError, http.SSLError), Kind.FINAL, "Certificate", False),
+    ((sdk.ConnectTimeoutError, http.ConnectTimeoutError), Kind.TRANSIENT, "Timeout", False),
+    ((sdk.ReadTimeoutError, http.TimeoutError, TimeoutError), Kind.TRANSIENT, "Timeout", True),
+    ((sdk.EndpointConnectionError, sdk.ProxyConnectionError), Kind.TRANSIENT, "Unreachable", False),
+    ((sdk.HTTPClientError, http.HTTPError, OSError), Kind.TRANSIENT, "ConnectionLost", True),
+    ((sdk.FlexibleChecksumError, sdk.ChecksumError), Kind.TRANSIENT, "Checksum", False),
+    ((sdk.IncompleteReadError,), Kind.TRANSIENT, "ConnectionLost", False),
+    ((ResponseParserError,), Kind.TRANSIENT, "ServerError", True),
+    ((sdk.BotoCoreError,), Kind.FINAL, "Rejected", False),
+)
+
 
 def classify(error: Exception) -> Failure | None:
     """None for what is no failure of the store (a bug must surface as itself)."""
@@ -118,26 +138,9 @@ def classify(error: Exception) -> Failure | None:
         error = error.kwargs["error"]  # raised by a body while it was being sent
     if isinstance(error, Interrupted):
         return Failure(Kind.TRANSIENT, error.reason, str(error))
-    if isinstance(error, sdk.NoCredentialsError | sdk.PartialCredentialsError | sdk.CredentialRetrievalError):
-        return Failure(Kind.CREDENTIALS, "CredentialsMissing", str(error))
-    if isinstance(error, sdk.SSLError | http.SSLError):
-        return Failure(Kind.FINAL, "Certificate", str(error))
-    if isinstance(error, sdk.ConnectTimeoutError | http.ConnectTimeoutError):
-        return Failure(Kind.TRANSIENT, "Timeout", str(error))
-    if isinstance(error, sdk.ReadTimeoutError | http.TimeoutError | TimeoutError):
-        return Failure(Kind.TRANSIENT, "Timeout", str(error), ambiguous=True)
-    if isinstance(error, sdk.EndpointConnectionError | sdk.ProxyConnectionError):
-        return Failure(Kind.TRANSIENT, "Unreachable", str(error))
-    if isinstance(error, sdk.HTTPClientError | sdk.ResponseStreamingError | http.HTTPError | OSError):
-        return Failure(Kind.TRANSIENT, "ConnectionLost", str(error), ambiguous=True)
-    if isinstance(error, sdk.FlexibleChecksumError | sdk.ChecksumError):
-        return Failure(Kind.TRANSIENT, "Checksum", str(error))
-    if isinstance(error, sdk.IncompleteReadError):
-        return Failure(Kind.TRANSIENT, "ConnectionLost", str(error))
-    if isinstance(error, sdk.ResponseParserError):
-        return Failure(Kind.TRANSIENT, "ServerError", str(error), ambiguous=True)
-    if isinstance(error, sdk.BotoCoreError):
-        return Failure(Kind.FINAL, "Rejected", str(error))
+    for types, kind, reason, ambiguous in _BY_TYPE:
+        if isinstance(error, types):
+            return Failure(kind, reason, str(error), ambiguous)
     return None
 
 

@@ -1,14 +1,14 @@
 """Compare-and-swap for servers that ignore conditions: a head is a log of append-only objects, one per writer and turn.
 
-Entry `<key>/<generation><writer>` (16 and 32 hexadecimal digits; the tag is this name) is written once under a name of
-its own, so nothing is overwritten. A writer that swaps generation g puts its entry g + 1 and then lists the log. It has
-won if its predecessor is still there and no other entry of its generation or later is; else it takes its entry back and
-the swap is a Conflict, which makes its turn a branch. S3 is linearizable per request, and of two writers that both put
-before they list at least one sees the other: so at most one swap from one tag succeeds.
+Entry `<key>/<generation><writer>` (16 and 32 hexadecimal digits; the tag is this name) is written once, under a name of
+its own, so that nothing is ever overwritten. The head is the newest generation. Who writes holds a claim: it puts
+`<key>/claim<writer>` and lists; S3 is linearizable per request, so of two that put before they list at least one sees
+the other. The greater name gives way, the smaller one waits; who is alone reads the log from that same listing,
+compares, and puts the next generation. So one swap from a tag succeeds, and readers see settled heads only.
 
-Two that see each other: the greater name gives way at once, the smaller one waits for that. What readers may see for a
-moment is an entry that is taken back; the snapshot it names is whole and stays reachable by its own branch. A writer
-that dies between put and list leaves an entry that counts, if it is alone or the smallest of the newest generation.
+A claim whose writer died is ignored after LEASE_SECONDS of the server's clock, and a living writer gives up long before
+that. A request that was stuck in the network for longer can still make a second entry of one generation: the older one
+is the head for every reader, the other one is not overwritten either, and its snapshot keeps its anchors and its id.
 """
 
 from __future__ import annotations
@@ -17,24 +17,29 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from engram_runtime.errors import Conflict, NotFound
 from engram_runtime.snapshots.io.store import ObjectInfo, StoreUnavailable
 
-_ENTRY = re.compile(r"(?P<key>.+)/(?P<name>(?P<generation>[0-9a-f]{16})[0-9a-f]{32})")
-AFTER_ENTRIES = "0"  # the character after "/": greater than every entry of a key, smaller than the next key
+_ENTRY = re.compile(r"(?P<key>.+)/(?P<name>(?:claim|[0-9a-f]{16})[0-9a-f]{32})")
+CLAIM = "claim"
+AFTER_ENTRIES = "0"  # the character after "/": greater than all below a key, smaller than the next key
+PAGE = 1000
 REREADS = 8
-YIELD_SECONDS = 2.0
-YIELD_STEP = 0.05
+LEASE_SECONDS = 15.0
+HOLD_SECONDS = 5.0  # a claim is used within this time or dropped, and the write made within it again
+ACQUIRE_SECONDS = 20.0  # longer than a lease, so that one dead writer is outwaited
+PAUSE_SECONDS = 0.05
 
 
 class Plain(Protocol):
     """Unconditional requests below the store's prefix."""
 
-    def plain_put(self, key: str, data: bytes) -> None: ...
+    def plain_put(self, key: str, data: bytes, within_seconds: float | None = None) -> None: ...
 
     def plain_get(self, key: str) -> bytes: ...
 
@@ -47,6 +52,10 @@ class Plain(Protocol):
 class _Entry:
     name: str
     info: ObjectInfo
+
+    @property
+    def is_claim(self) -> bool:
+        return self.name.startswith(CLAIM)
 
     @property
     def generation(self) -> int:
@@ -63,48 +72,45 @@ class AppendOnlyHeads:
     def get_tagged(self, key: str) -> tuple[bytes, str]:
         """The head's bytes and its tag. NotFound, StoreUnavailable."""
         for _ in range(REREADS):
-            head = _head(self._entries(key))
+            head = _head(self._log(key))
             if head is None:
                 raise NotFound(f"{key} does not exist")
             try:
                 return self._plain.plain_get(head.info.key), head.name
             except NotFound:
-                continue  # superseded, or taken back, since the listing
+                continue  # superseded since the listing
         raise StoreUnavailable("Changing", f"cannot read {key}: it is replaced again and again")
 
     def head(self, key: str) -> ObjectInfo:
-        found = _head(self._entries(key))
+        found = _head(self._log(key))
         if found is None:
             raise NotFound(f"{key} does not exist")
         return ObjectInfo(key, found.info.size, found.info.modified)
 
     def compare_and_swap(self, key: str, data: bytes, expected: str | None) -> str:
         """As ObjectStore.compare_and_swap."""
-        before = self._entries(key)
-        head = _head(before)
-        if (None if head is None else head.name) != expected:
-            raise Conflict(f"{key} has moved")
-        generation = 1 if head is None else head.generation + 1
-        name = f"{generation:016x}{secrets.token_hex(16)}"
-        mine = f"{key}/{name}"
-        self._plain.plain_put(mine, data)
-        try:
-            after = self._settled(key, name, generation)
-            if not _won(after, name, generation, expected):
+        with self._claimed(key) as log:
+            head = _head(log)
+            if (None if head is None else head.name) != expected:
                 raise Conflict(f"{key} has moved")
-        except BaseException:
-            # Also when the listing failed: an unknown outcome must not become a head later on.
-            self._plain.remove_all([mine])
-            raise
-        self._plain.remove_all([entry.info.key for entry in after if entry.generation < generation])
+            generation = 1 if head is None else head.generation + 1
+            name = f"{generation:016x}{secrets.token_hex(16)}"
+            self._plain.plain_put(f"{key}/{name}", data, HOLD_SECONDS)
+            self._plain.remove_all([entry.info.key for entry in log])
         return name
 
     def delete(self, key: str) -> None:
-        self._plain.remove_all([entry.info.key for entry in self._entries(key)])
+        if not self._log(key):
+            return
+        with self._claimed(key) as log:
+            self._plain.remove_all([entry.info.key for entry in log])
 
     def touch(self, key: str) -> None:
-        data, tag = self.get_tagged(key)
-        self._plain.plain_put(f"{key}/{tag}", data)  # the same bytes under the same name
+        with self._claimed(key) as log:
+            head = _head(log)
+            if head is None:
+                raise NotFound(f"{key} does not exist")
+            self._plain.plain_put(head.info.key, self._plain.plain_get(head.info.key), HOLD_SECONDS)
 
     def listing(self, prefix: str, after: str | None, limit: int) -> list[ObjectInfo]:
         """As ObjectStore.list, with one line for each register."""
@@ -115,23 +121,78 @@ class AppendOnlyHeads:
         if after is not None and self._is_register(after):
             position = after + AFTER_ENTRIES
         while len(found) < limit:
-            page = self._plain.plain_list(prefix, position, 1000)
+            page = self._plain.plain_list(prefix, position, PAGE)
             for info in page:
                 key, entry = self._split(info)
-                if register and key != register:
-                    found.append(_collapsed(register, log))
-                    register, log = "", []
+                if key != register:
+                    found += _collapsed(register, log)
+                    register, log = key, []
                 if entry is None:
                     found.append(info)
                 else:
-                    register = key
                     log.append(entry)
-            if len(page) < 1000:
+            if len(page) < PAGE:
+                found += _collapsed(register, log)
                 break
             position = page[-1].key
-        if register and len(found) < limit:
-            found.append(_collapsed(register, log))
         return found[:limit]
+
+    @contextmanager
+    def _claimed(self, key: str) -> Iterator[list[_Entry]]:
+        """Nobody else writes this register meanwhile; yields its log. StoreUnavailable when it stays contended."""
+        until = time.monotonic() + ACQUIRE_SECONDS
+        while True:
+            name = f"{CLAIM}{secrets.token_hex(16)}"
+            claim = f"{key}/{name}"
+            try:
+                give_up = time.monotonic() + HOLD_SECONDS
+                self._plain.plain_put(claim, b"", HOLD_SECONDS)
+                log = self._settled(key, name, give_up)
+                if log is not None:
+                    yield log
+                    return
+            finally:
+                with suppress(StoreUnavailable):  # it expires
+                    self._plain.remove_all([claim])
+            if time.monotonic() > until:
+                raise StoreUnavailable("Contended", f"cannot write {key}: others do so all the time")
+            time.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS * 4))
+
+    def _settled(self, key: str, name: str, give_up: float) -> list[_Entry] | None:
+        """The log as soon as my claim is the only living one; None when I have to give way, or time is up."""
+        stored = time.monotonic()
+        while True:
+            entries = self._entries(key)
+            now = time.monotonic()
+            mine = next((entry for entry in entries if entry.name == name), None)
+            if mine is None or now > give_up:
+                return None  # it may be taken for dead: claim anew
+            rivals = [entry for entry in entries if entry.is_claim and entry.name != name]
+            # At least so old, whatever this machine's clock says.
+            dead = [e for e in rivals if mine.info.modified - e.info.modified + now - stored > LEASE_SECONDS]
+            if len(dead) == len(rivals):
+                self._plain.remove_all([entry.info.key for entry in dead])
+                return [entry for entry in entries if not entry.is_claim]
+            if min(entry.name for entry in rivals if entry not in dead) < name:
+                return None
+            time.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS))
+
+    def _log(self, key: str) -> list[_Entry]:
+        return [entry for entry in self._entries(key) if not entry.is_claim]
+
+    def _entries(self, key: str) -> list[_Entry]:
+        """The log and the claims, ascending."""
+        found: list[_Entry] = []
+        after = None
+        while True:
+            page = self._plain.plain_list(f"{key}/", after, PAGE)
+            for info in page:
+                owner, entry = self._split(info)
+                if entry is not None and owner == key:
+                    found.append(entry)
+            if len(page) < PAGE:
+                return found
+            after = page[-1].key
 
     def _split(self, info: ObjectInfo) -> tuple[str, _Entry | None]:
         match = _ENTRY.fullmatch(info.key)
@@ -139,47 +200,15 @@ class AppendOnlyHeads:
             return info.key, None
         return match["key"], _Entry(match["name"], info)
 
-    def _settled(self, key: str, name: str, generation: int) -> list[_Entry]:
-        """The log after my put, when those that must give way to me have had time to do so."""
-        until = time.monotonic() + YIELD_SECONDS
-        while True:
-            entries = self._entries(key)
-            rivals = [e.name for e in entries if e.generation == generation and e.name != name]
-            newer = any(e.generation > generation for e in entries)
-            if not rivals or newer or min(rivals) < name or time.monotonic() > until:
-                return entries
-            time.sleep(random.uniform(YIELD_STEP / 2, YIELD_STEP))
 
-    def _entries(self, key: str) -> list[_Entry]:
-        """The log, ascending."""
-        found: list[_Entry] = []
-        after = None
-        while True:
-            page = self._plain.plain_list(f"{key}/", after, 1000)
-            for info in page:
-                entry = self._split(info)[1]
-                if entry is not None:
-                    found.append(entry)
-            if len(page) < 1000:
-                return found
-            after = page[-1].key
-
-
-def _head(entries: list[_Entry]) -> _Entry | None:
-    """The smallest name of the newest generation: the same choice by every reader."""
-    if not entries:
+def _head(log: Sequence[_Entry]) -> _Entry | None:
+    """The oldest entry of the newest generation: the same choice by every reader."""
+    if not log:
         return None
-    newest = max(entry.generation for entry in entries)
-    return min((entry for entry in entries if entry.generation == newest), key=lambda entry: entry.name)
+    newest = max(entry.generation for entry in log)
+    return min((e for e in log if e.generation == newest), key=lambda e: (e.info.modified, e.name))
 
 
-def _won(entries: list[_Entry], name: str, generation: int, expected: str | None) -> bool:
-    names = {entry.name for entry in entries}
-    if {entry.name for entry in entries if entry.generation >= generation} != {name}:
-        return False
-    return names == {name} if expected is None else expected in names
-
-
-def _collapsed(key: str, log: list[_Entry]) -> ObjectInfo:
-    head = _head(log) or log[-1]
-    return ObjectInfo(key, head.info.size, head.info.modified)
+def _collapsed(key: str, entries: Sequence[_Entry]) -> list[ObjectInfo]:
+    head = _head([entry for entry in entries if not entry.is_claim])
+    return [] if head is None else [ObjectInfo(key, head.info.size, head.info.modified)]

@@ -18,7 +18,7 @@ from engram_runtime.snapshots.io.s3.client import Connection
 from engram_runtime.snapshots.io.s3.transfer import Transfer
 from engram_runtime.snapshots.io.store import StoreUnavailable
 
-FIRST, SECOND, THIRD = b"first of the probe", b"second of the probe", b"third of the probe"
+FIRST, SECOND, RACER = b"first of the probe", b"second of the probe", b"racer "
 RACERS = 4
 STALE = '"00000000000000000000000000000000"'
 
@@ -27,6 +27,7 @@ STALE = '"00000000000000000000000000000000"'
 class Capabilities:
     if_none_match: bool  # PutObject with If-None-Match: * is refused where the key exists
     if_match: bool  # PutObject with If-Match is refused where the tag is another, or the key is missing
+    bare_tags: bool  # If-Match wants the tag without its quotes (older Ceph)
     multipart: bool
     multipart_if_none_match: bool  # the same of CompleteMultipartUpload
     bulk_delete: bool
@@ -77,13 +78,8 @@ class Prober:
                 and self._accepted(other, {"IfNoneMatch": "*"})
                 and self._one_wins(raced, None)
             )
-            if_match = (
-                self._refused(key, {"IfMatch": STALE})
-                and self._accepted(key, {"IfMatch": self._transfer.whole(key)[1]})
-                and self._refused_missing(f"{self._folder}{secrets.token_hex(16)}")
-                and if_none_match
-                and self._one_wins(other, self._transfer.whole(other)[1])
-            )
+            if_match = if_none_match and self._swaps(key, other, bare=False)
+            bare_tags = if_none_match and not if_match and self._swaps(key, other, bare=True)
             multipart, multipart_if_none_match = self._multipart(key)
             versioned = "VersionId" in answer
             version_delete = versioned and self._delete_version(key, answer["VersionId"])
@@ -93,7 +89,14 @@ class Prober:
                 with suppress(SnapshotError):
                     self._delete(name)
         return Capabilities(
-            if_none_match, if_match, multipart, multipart_if_none_match, bulk_delete, versioned, version_delete
+            if_none_match,
+            if_match or bare_tags,
+            bare_tags,
+            multipart,
+            multipart_if_none_match,
+            bulk_delete,
+            versioned,
+            version_delete,
         )
 
     def _expect(self, key: str, data: bytes) -> str:
@@ -134,26 +137,37 @@ class Prober:
 
     def _accepted(self, key: str, conditions: dict[str, str]) -> bool:
         """The condition holds: the write must be done."""
+        written = secrets.token_bytes(16)
         try:
-            self._transfer.put(key, [THIRD], conditions)
+            self._transfer.put(key, [written], conditions)
         except (Conflict, NotFound):
             pass  # perhaps of the repetition of a request whose answer was lost: look
         except StoreUnavailable as error:
             _raise_unless_unsupported(error)
             return False
         try:
-            return self._transfer.whole(key)[0] == THIRD
+            return self._transfer.whole(key)[0] == written
         except NotFound:
             return False
+
+    def _swaps(self, key: str, other: str, *, bare: bool) -> bool:
+        """If-Match does what compare-and-swap needs. Both objects are there."""
+        stale = condition_tag(STALE, bare)
+        return (
+            self._refused(key, {"IfMatch": stale})
+            and self._accepted(key, {"IfMatch": condition_tag(self._transfer.whole(key)[1], bare)})
+            and self._refused_missing(f"{self._folder}{secrets.token_hex(16)}", stale)
+            and self._one_wins(other, condition_tag(self._transfer.whole(other)[1], bare))
+        )
 
     def _one_wins(self, key: str, tag: str | None) -> bool:
         """Of several swaps at once exactly one is done. A server that looks first and writes later fails here (if it
         is unlucky: the race is real)."""
         conditions = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
 
-        def swap(number: int) -> bool:
+        def swap(_: int) -> bool:
             try:
-                self._transfer.put(key, [f"racer {number}".encode()], conditions)
+                self._transfer.put(key, [RACER + secrets.token_bytes(16)], conditions)
             except (Conflict, NotFound):
                 return False
             except StoreUnavailable as error:
@@ -163,15 +177,15 @@ class Prober:
 
         winners = self._transfer.each(swap, range(RACERS)).count(True)
         try:
-            changed = self._transfer.whole(key)[0].startswith(b"racer ")
+            changed = self._transfer.whole(key)[0].startswith(RACER)
         except NotFound:
             changed = False
         return changed and winners <= 1  # 0: the winner's answer was lost, and its repetition refused
 
-    def _refused_missing(self, key: str) -> bool:
+    def _refused_missing(self, key: str, stale: str) -> bool:
         """If-Match on a key that is not there must not make it."""
         try:
-            self._transfer.put(key, [SECOND], {"IfMatch": STALE})
+            self._transfer.put(key, [SECOND], {"IfMatch": stale})
         except (Conflict, NotFound):
             return True
         except StoreUnavailable as error:
@@ -235,6 +249,11 @@ class Prober:
 
     def _request(self, action: str, request: Callable[[Any], Any]) -> Any:
         return self._connection.call(action, self._folder, lambda attempt: request(attempt.client))
+
+
+def condition_tag(tag: str, bare: bool) -> str:
+    """A tag as this server wants it in If-Match."""
+    return tag.strip('"') if bare else tag
 
 
 def _raise_unless_unsupported(error: StoreUnavailable) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from engram_runtime.errors import Conflict, NotFound
 from engram_runtime.snapshots.io.s3.client import Attempt, Connection, RangeMissing
 from engram_runtime.snapshots.io.s3.heads import AppendOnlyHeads
 from engram_runtime.snapshots.io.s3.options import S3Options
-from engram_runtime.snapshots.io.s3.probe import Capabilities, Prober
+from engram_runtime.snapshots.io.s3.probe import Capabilities, Prober, condition_tag
 from engram_runtime.snapshots.io.s3.removal import Removal
 from engram_runtime.snapshots.io.s3.transfer import Transfer
 from engram_runtime.snapshots.io.store import ObjectInfo, StoreUnavailable
@@ -163,7 +164,9 @@ class S3Store:
             raise ValueError(f"key must be one that is_register accepts, got {key[:80]!r}")
         if known.heads is not None:
             return known.heads.compare_and_swap(key, data, expected)
-        conditions = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
+        conditions = {"IfNoneMatch": "*"}
+        if expected is not None:
+            conditions = {"IfMatch": condition_tag(expected, known.capabilities.bare_tags)}
         lost_answer = False
 
         def request(attempt: Attempt) -> Any:
@@ -203,8 +206,9 @@ class S3Store:
 
     # Unconditional requests, for heads that are logs
 
-    def plain_put(self, key: str, data: bytes) -> None:
-        self._transfer.put(self._full(key), [data], {})
+    def plain_put(self, key: str, data: bytes, within_seconds: float | None = None) -> None:
+        deadline = None if within_seconds is None else time.monotonic() + within_seconds
+        self._transfer.put(self._full(key), [data], {}, deadline)
 
     def plain_get(self, key: str) -> bytes:
         try:

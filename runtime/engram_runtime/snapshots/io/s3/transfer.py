@@ -147,7 +147,13 @@ class Transfer:
 
     # Writing
 
-    def put(self, key: str, parts: Sequence[memoryview | bytes], conditions: dict[str, str]) -> Any:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview | bytes],
+        conditions: dict[str, str],
+        deadline: float | None = None,
+    ) -> Any:
         """One PUT; the server's answer. Conflict when a condition is refused."""
         length = sum(memoryview(part).nbytes for part in parts)
 
@@ -157,7 +163,7 @@ class Transfer:
                 Bucket=self._options.bucket, Key=key, Body=body, **self._options.encryption, **conditions
             )
 
-        return self._connection.call("write", key, request)
+        return self._connection.call("write", key, request, deadline=deadline)
 
     def put_multipart(self, key: str, parts: Sequence[memoryview | bytes], conditions: dict[str, str]) -> None:
         """As put, in parallel parts; the object appears with the last request. Aborted when anything fails."""
