@@ -109,10 +109,10 @@ class PrefixIndex:
             path.append(child)
             node = child
             position += size
-        rest = tokens[position : min(position + size, limit)]
+        rest = tuple(tokens[position : min(position + size, limit)])
         best, length = None, 0
         for child in node.by_first.get(rest[0], ()) if rest else ():
-            shared = _common_prefix(child.tokens, rest)
+            shared = common_prefix(child.tokens, rest)
             if shared > length:
                 best, length = child, shared
         if best is not None:
@@ -125,10 +125,10 @@ class PrefixIndex:
         Where two chains part inside a block, what was recorded before that point may be filed under either.
         """
         first = node.depth * self.block_size
-        wanted = tokens[first : min(first + self.block_size, limit)]
+        wanted = tuple(tokens[first : min(first + self.block_size, limit)])
         if node.parent is not None:
             for sibling in node.parent.by_first[node.tokens[0]]:
-                yield sibling, _common_prefix(sibling.tokens, wanted)
+                yield sibling, common_prefix(sibling.tokens, wanted)
 
     def _deepest_state(self, path: list[Node], tokens: Sequence[int], limit: int) -> tuple[int, int | None]:
         for node in reversed(path):
@@ -166,7 +166,7 @@ class PrefixIndex:
             return exact
         if len(tokens) < self.block_size:
             for child in parent.by_first.get(tokens[0], ()):
-                if _common_prefix(child.tokens, tokens) == len(tokens):
+                if common_prefix(child.tokens, tokens) == len(tokens):
                     return child
         own = self._nodes.get(block)
         if own is not None and own.parent is parent and own.tokens == tokens[: len(own.tokens)]:
@@ -279,10 +279,18 @@ class PrefixIndex:
         assert states == set(self._state_places), "a state cannot be reached"
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
+def common_prefix(left: Tokens, right: Tokens) -> int:
+    """Length of the longest common prefix; doubling and halving, so that long ones are compared as whole slices."""
+    limit = min(len(left), len(right))
+    if limit == 0 or left[0] != right[0]:
+        return 0
+    same, step = 1, 1
+    while same < limit:
+        step = min(step, limit - same)
+        if left[same : same + step] == right[same : same + step]:
+            same, step = same + step, step * 2
+        elif step == 1:
             break
-        count += 1
-    return count
+        else:
+            step //= 2
+    return same

@@ -18,6 +18,8 @@ class Admission:
 
     def start(self, draft: Draft, sequence: Sequence, reserve: int) -> bool:
         """Memory for a new (or restarted) sequence; `reserve` blocks are to stay available for those who decode."""
+        if self.cache.blocks.available <= reserve and not sequence.background:
+            return False  # looking for a prefix costs time, and there is not even room for one block
         # One prompt token is always left to forward, since its logits start the output. A background sequence samples
         # nothing and may find everything.
         limit = sequence.total if sequence.background else sequence.total - 1

@@ -23,6 +23,7 @@ COVER_SLACK = 32
 """A durable boundary this close below user_start makes a second one pointless: computing so little costs nothing."""
 GRACE_WITH_WARM = 10.0
 """While next_history is on its way turn_end waits up to this many times the grace."""
+CROWDED_SHARE = 0.25
 REMEMBERED_TURNS = 10_000
 
 COMPLETED = ("turn_end", "next_history")
@@ -160,12 +161,19 @@ class Boundaries:
         made = self._capture(request, sequence, "turn_end", position, slot, snapshot)
         self._record(request, sequence, "turn_end", position, slot, snapshot if made is not None else None)
         self._remember(request.tenant, identity, snapshot if made is not None else None)
-        if made is not None:
+        if made is not None and self._is_crowded():
+            self._hand_over(*made)
+        elif made is not None:
             now = self._clock()
             key = (request.tenant, identity.conversation_id, identity.branch_name, identity.turn_number)
             self.flush(key)
             last = now + self._grace * GRACE_WITH_WARM
             self._held[key] = _Held(*made, deadline=now + self._grace, last_deadline=last)
+
+    def _is_crowded(self) -> bool:
+        """Whether memory is too short to be kept for the sake of one write less."""
+        pools = (self._cache.blocks, self._cache.states) if self._cache.has_state else (self._cache.blocks,)
+        return any(pool.available < pool.size * CROWDED_SHARE for pool in pools)
 
     def warmed(self, request: Request, sequence: Sequence, slot: int | None) -> None:
         """A background request has computed its whole prompt: capture its boundary, in place of a held turn_end."""

@@ -62,7 +62,9 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_model(path, device=device, dtype=dtype, ops=ops, progress=progress)
+        model = load_model(
+            path, device=device, dtype=dtype, ops=ops, progress=progress, max_positions=config.max_model_len
+        )
     request = CacheRequest(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engram_runtime.cache.manager import CacheManager
+from engram_runtime.cache.prefix_index import common_prefix
 from engram_runtime.engine.admission import Admission
 from engram_runtime.engine.sequence import Sequence, Status
 from engram_runtime.engine.step import Draft, ScheduledStep, Work
@@ -167,11 +168,13 @@ class Scheduler:
         """Chunks for admitted prefills, then for whoever can be admitted, in order of rank."""
         running = [s for s in self._running if s.background == background and s not in draft.planned]
         running = sorted((s for s in running if not s.is_decode and s.remaining > 0), key=lambda s: s.rank)
-        queue = [s for s in self._waiting if s.background == background and self._is_ready(s)]
+        queue = [s for s in self._waiting if s.background == background]
         left, grants = draft.budget, list[tuple[Sequence, int]]()
         while (running or queue) and left > 0:
             share = -(-left // min(FAIR_SHARES, len(running) + len(queue)))
             sequence = running.pop(0) if running else queue.pop(0)
+            if sequence.status is Status.WAITING and self._is_coming(sequence):
+                continue
             # In order: nobody overtakes one that waits for room, or a long prompt might wait for ever.
             if sequence.status is not Status.RUNNING and not self._admit(draft, sequence):
                 break
@@ -189,9 +192,19 @@ class Scheduler:
         reach = sequence.total if split is None else min(split, sequence.total)
         return min(most, reach - sequence.computed)
 
-    def _is_ready(self, sequence: Sequence) -> bool:
+    def _is_coming(self, sequence: Sequence) -> bool:
+        """Whether somebody is just computing what this sequence would compute: wait, and share it."""
         leader = sequence.leader
-        return leader is None or leader.status is Status.FINISHED or leader.computed >= len(leader.prompt_ids)
+        if leader is not None and leader.status is not Status.FINISHED and leader.computed < len(leader.prompt_ids):
+            return True
+        if self.cache.has_state or not sequence.use_prefix or sequence.background:
+            return False
+        size = self.cache.block_size
+        return any(
+            common_prefix(sequence.prompt_ids, other.prompt_ids) // size * size > other.computed
+            for other in self._running
+            if not other.background and other.tenant == sequence.tenant and other.computed < len(other.prompt_ids)
+        )
 
     def _emit(self, draft: Draft, sequence: Sequence, tokens: int) -> None:
         end = sequence.computed + tokens

@@ -28,7 +28,7 @@ class Harness:
         self.scheduler = Scheduler(sizes, self.cache, max_num_seqs=seqs, max_num_batched_tokens=budget, swap_bytes=swap)
         self.executor = FakeExecutor(sizes, max_tokens=budget)
         self.count = 0
-        self.chunk_ends: dict[Sequence, list[int]] = {}
+        self.chunks: list[tuple[Sequence, int, int]] = []
         self.all: list[Sequence] = []
 
     def add(
@@ -72,8 +72,7 @@ class Harness:
         self.scheduler.complete(step)
         for work in step.work:
             sequence = work.sequence
-            if work.start < len(sequence.prompt_ids):
-                self.chunk_ends.setdefault(sequence, []).append(work.end)
+            self.chunks.append((sequence, work.start, work.end))
             if work.capture_slot is not None:
                 node = self.cache.register(
                     sequence.chain, sequence.token_ids(0, work.end), sequence.block_ids, work.end, partial=True
@@ -215,6 +214,18 @@ def test_siblings_wait_for_the_leader_and_share_its_prompt() -> None:
     assert sibling.prefix_tokens >= 16
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    harness = Harness(blocks=64, budget=8)
+    prompts = [[*range(21), 80 + number] for number in range(3)]
+    for prompt in prompts:
+        harness.add(prompt, new=2)
+    other = harness.add([70] * 5, new=2)
+    harness.step()
+    assert other.status is Status.RUNNING  # those who wait for a prefix hold up nobody else
+    harness.run()
+    assert harness.scheduler.counters.prefilled_tokens == 22 + 2 * 2 + 5
+
+
 @pytest.mark.parametrize("states", [0, 6])
 @pytest.mark.parametrize("swap", [0, 1000])
 def test_preempted_sequences_go_on_where_they_were(states: int, swap: int) -> None:
@@ -328,10 +339,8 @@ def test_whatever_arrives_finishes_with_the_right_tokens(
         for _ in range(spec.delay):
             harness.step()
     harness.run()
-    for sequence, ends in harness.chunk_ends.items():
-        for split in sequence.splits:
-            if sequence.prefix_tokens < split:
-                assert split in ends, "a chunk ran across a position that is to be captured"
+    for sequence, start, end in harness.chunks:
+        assert not any(start < split < end for split in sequence.splits), "a chunk ran across a boundary"
     assert harness.executor.rows_seen == (
         harness.scheduler.counters.prefilled_tokens
         + harness.scheduler.counters.rewarmed_tokens
