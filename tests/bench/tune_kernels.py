@@ -158,7 +158,8 @@ def scan() -> Config:
         calls = [lambda small=small, state=state, meta=meta: scan_kernel.ssd_scan(*small, state, meta, 256)]
         cases[name] = (run, exact, calls)
     configs = [
-        {"channels": p, "tokens": t, "warps": w} for p, t, w in itertools.product((16, 32, 64), (32, 64), (4, 8))
+        {"channels": p, "tokens": t, "stages": n, "warps": w}
+        for p, t, n, w in itertools.product((32, 64), (32, 64), (1, 2), (4, 8))
     ]
     return {"ssd_scan": {"dtype=bfloat16": search(scan_kernel, configs, cases, 6e-3)}}
 

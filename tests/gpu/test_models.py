@@ -44,6 +44,5 @@ def test_logits_agree_with_fp32(family: str, max_chunk: int, tmp_path: Path) -> 
     ours = torch.cat(_logits(path, "cuda", "bfloat16", "triton", max_chunk))
     allowed = 1.3 * relative_error(plain, exact) + 2e-3
     assert relative_error(ours, exact) < allowed
-    gap = exact.topk(2, dim=-1).values.diff().abs()[:, 0]
-    clear = gap > 4 * (ours - exact).abs().amax(-1).median()
-    assert torch.equal(ours.argmax(-1)[clear], exact.argmax(-1)[clear])
+    agreeing = [(logits.argmax(-1) == exact.argmax(-1)).double().mean().item() for logits in (ours, plain)]
+    assert agreeing[0] > agreeing[1] - 0.03

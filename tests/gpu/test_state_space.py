@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ from tests.support.kernel_cases import Sequences, make_step, relative_error
 
 BF16 = torch.bfloat16
 SHAPES = [(48, 64, 1, 128), (128, 64, 8, 128)]  # heads, channels, groups, state size
-CHUNKS: Sequences = [(300, 300), (1, 1), (77, 400), (2, 40), (1000, 1000), (64, 128)]
+SHORT: Sequences = [(300, 300), (1, 1), (77, 400), (2, 40), (64, 128)]
+CHUNKS: Sequences = [*SHORT, (1300, 1400), (512, 512), (1025, 1025)]
 
 
 def _tensors(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -66,9 +69,10 @@ def test_state_of_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("chunks", [SHORT, CHUNKS], ids=["short", "long"])
 @pytest.mark.parametrize(("dtype", "limit"), [(BF16, 6e-3), (torch.float16, 2e-3), (torch.float32, 1e-5)], ids=str)
-def test_scan(shape: tuple[int, int, int, int], dtype: torch.dtype, limit: float) -> None:
-    meta, _ = make_step(CHUNKS, device="cuda")
+def test_scan(shape: tuple[int, int, int, int], chunks: Sequences, dtype: torch.dtype, limit: float) -> None:
+    meta, _ = make_step(chunks, device="cuda")
     state = _state(meta, shape)
     expected_state = state.clone()
     tensors = _tensors(meta.num_tokens, shape, dtype)
@@ -88,6 +92,7 @@ def test_scan_in_pieces_equals_scan_in_one() -> None:
     outs, start = [], 0
     for count in (256, 1, 300, 143):
         piece, _ = make_step([(count, start + count)], device="cuda")
+        piece = dataclasses.replace(piece, state_slots=whole.state_slots)
         part = [t[start : start + count] if t.shape[0] == 700 else t for t in tensors]
         outs.append(ssd_scan(*part, pieces_state[:, 0], piece, 256))  # type: ignore[arg-type]
         start += count

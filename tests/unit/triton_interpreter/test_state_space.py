@@ -9,6 +9,7 @@ from engram_kernels.causal_conv1d.kernel import causal_conv1d
 from engram_kernels.causal_conv1d.reference import causal_conv1d as conv_reference
 from engram_kernels.gated_rms_norm.kernel import gated_rms_norm
 from engram_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
+from engram_kernels.ssd_scan import kernel as scan_kernel
 from engram_kernels.ssd_scan.kernel import ssd_scan
 from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
 from engram_kernels.state_update.kernel import state_update
@@ -66,7 +67,9 @@ def test_state_update(limit: tuple[float, float], shape: tuple[int, int, int, in
 
 
 @pytest.mark.parametrize("shape", [(2, 16, 1, 16), (3, 24, 1, 20)])
-def test_scan(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("segment", [32, 512])
+def test_scan(shape: tuple[int, int, int, int], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_kernel, "SEGMENT", segment)
     meta, _ = make_step([(70, 70), (1, 1), (33, 90), (2, 40)])
     state = torch.randn(6, 2, shape[0], shape[1], shape[3])
     expected_state = state.clone()
