@@ -126,6 +126,8 @@ class EngramLLM(CustomLLM):
             if self._core is None or self._clients is None or self._core.settings != settings:
                 url = settings.tracker_redis_url
                 tracker = RedisTracker(url, settings.tracker_ttl) if url else LocalTracker(ttl=settings.tracker_ttl)
+                if self._core is not None:
+                    self._core.discovery.close()
                 self._core = Core(settings, Discovery(settings), Balancer(), tracker, tracker_blocks=bool(url))
                 self._clients = Clients(settings.ca_file)
             return self._core, self._clients

@@ -60,6 +60,12 @@ class Discovery:
             + (", EndpointSlices and DNS)" if self._settings.kubernetes_api else ")")
         )
 
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        for source in self._sources:
+            if isinstance(source, SliceSource):
+                source.close()
+
 
 def default_sources(settings: Settings) -> tuple[Source, ...]:
     """The chain of the settings: the local mode's file, then in a cluster EndpointSlices and DNS."""

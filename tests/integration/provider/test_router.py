@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 from typing import Any
 
 import litellm
@@ -12,6 +13,7 @@ from tests.integration.provider.styles import HI, REGISTERED
 from tests.support.fake_openai import FakeEngine, Fault
 
 assert REGISTERED is not None
+VERSION = tuple(int(part) for part in version("litellm").split(".")[:2])
 
 
 def router(*models: tuple[str, str, str], **options: Any) -> litellm.Router:
@@ -33,6 +35,8 @@ def test_plain_calls(engine: FakeEngine) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_retries(stream: bool, engine: FakeEngine) -> None:
     engine.faults["m"] = Fault(status=429, times=2)
+    if stream and VERSION < (1, 108):
+        pytest.skip("the Router of this LiteLLM does not retry async streams")
     route = router(("chat", "m", engine.url), num_retries=3, retry_after=0)
     answer = await route.acompletion(model="chat", messages=HI, stream=stream)
     if stream:
