@@ -84,7 +84,7 @@ class EngramLLM(CustomLLM):
         except BaseException:
             call.close()
             raise
-        chunks = _chunks(call, request, response)
+        chunks = _chunks(call, request, clients, response)
         next(chunks)  # a generator that never started would not run its `finally` when it is dropped
         return chunks
 
@@ -94,17 +94,24 @@ class EngramLLM(CustomLLM):
         call, request, clients = self._begin(kwargs, stream=True)
         response: httpx.Response | None = None
         try:
-            response = await _aopen(call, request, clients, stream=True)
-            shaper = StreamShaper(request.model, call.metadata)
-            async for line in aiterate(response.aiter_bytes()):
-                for chunk in shaper.feed(line):
-                    yield chunk
+            while True:
+                response = await _aopen(call, request, clients, stream=True)
+                shaper = StreamShaper(request.model, call.metadata)
+                try:
+                    async for line in aiterate(response.aiter_bytes()):
+                        for chunk in shaper.feed(line):
+                            yield chunk
+                    break
+                except httpx.HTTPError as error:
+                    if shaper.started:
+                        raise litellm_errors.from_transport(error, request.model) from error
+                    delay = call.broken(error)
+                await response.aclose()
+                await asyncio.sleep(delay)
             last = list(shaper.end())
             await _maybe_in_thread(call.tracker_blocks, lambda: call.remember(shaper.reply(), shaper.engram))
             for chunk in last:
                 yield chunk
-        except httpx.HTTPError as error:
-            raise litellm_errors.from_transport(error, request.model) from error
         finally:
             call.close()
             if response is not None:
@@ -193,19 +200,27 @@ async def _aopen(call: Call, request: ChatRequest, clients: Clients, *, stream: 
         await asyncio.sleep(delay)
 
 
-def _chunks(call: Call, request: ChatRequest, response: httpx.Response) -> Iterator[Chunk]:
+def _chunks(call: Call, request: ChatRequest, clients: Clients, response: httpx.Response) -> Iterator[Chunk]:
     """The body of an accepted stream, after one chunk that only starts the generator. Closing or dropping it closes
-    the connection."""
+    the connection. A replica that is lost before anything was given out is replaced."""
     try:
         yield {}
-        shaper = StreamShaper(request.model, call.metadata)
-        for line in iterate(response.iter_bytes()):
-            yield from shaper.feed(line)
+        while True:
+            shaper = StreamShaper(request.model, call.metadata)
+            try:
+                for line in iterate(response.iter_bytes()):
+                    yield from shaper.feed(line)
+                break
+            except httpx.HTTPError as error:
+                if shaper.started:
+                    raise litellm_errors.from_transport(error, request.model) from error
+                delay = call.broken(error)
+            response.close()
+            time.sleep(delay)
+            response = _open(call, request, clients, stream=True)
         last = list(shaper.end())
         call.remember(shaper.reply(), shaper.engram)
         yield from last
-    except httpx.HTTPError as error:
-        raise litellm_errors.from_transport(error, request.model) from error
     finally:
         call.close()
         response.close()

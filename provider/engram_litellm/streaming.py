@@ -32,6 +32,8 @@ class StreamShaper:
         self._base: dict[str, Any] = {}
         self._text: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
+        self._held: list[Chunk] = []
+        self.started = False  # something was given out that cannot be taken back
         self.engram: dict[str, Any] = {}
 
     def feed(self, line: str) -> Iterator[Chunk]:
@@ -57,10 +59,15 @@ class StreamShaper:
         self._finish = choice.get("finish_reason") or self._finish
         delta = choice.get("delta") or {}
         self._collect(delta)
-        if any(delta.get(key) for key in _CONTENT) or "role" in delta or choice.get("logprobs"):
+        content = any(delta.get(key) for key in _CONTENT) or bool(choice.get("logprobs"))
+        if content or "role" in delta:
             event = {key: value for key, value in event.items() if key not in ("engram", "usage")}
             event["choices"] = [{**choice, "finish_reason": None}]
-            yield ModelResponseStream(**event)
+            self._held.append(ModelResponseStream(**event))
+        if (
+            content
+        ):  # the role alone, sent before the prompt is computed, can wait: until then another replica may answer
+            yield from self._give()
 
     def end(self) -> Iterator[Chunk]:
         """The last two chunks. Raises when the stream ended before the model did."""
@@ -70,6 +77,7 @@ class StreamShaper:
         empty: dict[str, Any] = {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": None}]}
         last = ModelResponseStream(**empty, **self._base)
         last.choices[0].delta.provider_specific_fields = {"engram": self.engram}
+        yield from self._give()
         yield last
         yield {
             "text": "",
@@ -86,6 +94,11 @@ class StreamShaper:
         if self._calls:
             message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
         return message
+
+    def _give(self) -> Iterator[Chunk]:
+        self.started = True
+        held, self._held = self._held, []
+        yield from held
 
     def _collect(self, delta: Mapping[str, Any]) -> None:
         if delta.get("content"):

@@ -137,6 +137,20 @@ def test_a_cut_stream_is_an_error_and_never_retried(style: str, fault: Fault, en
     assert len(engine.chats()) == 1
 
 
+@pytest.mark.parametrize("style", ["stream", "astream"])
+def test_a_stream_cut_before_its_first_content_begins_again(style: str, engine: FakeEngine) -> None:
+    """The server sends the role at once and then computes the prompt: until content came nothing is lost."""
+    engine.faults["m"] = Fault(cut_after=1, times=2)
+    out = ask(style, api_base=engine.url)
+    assert out.text == "hello world"
+    assert len({chunk.id for chunk in out.chunks}) == 1
+    assert len(engine.chats()) == 3
+    engine.faults["m"] = Fault(cut_after=0)
+    error = failure(lambda: ask(style, api_base=engine.url, max_retries=1))
+    assert type(error) is litellm.APIConnectionError
+    assert len(engine.chats()) == 3 + 2
+
+
 def test_an_error_of_a_sync_stream_comes_before_the_first_chunk(engine: FakeEngine) -> None:
     """A lazy stream would hide it from LiteLLM's retries and fallbacks."""
     engine.faults["m"] = Fault(status=429)
