@@ -1,10 +1,7 @@
-"""`python -m engram_runtime.cli`: the `engram` command of this very interpreter, whatever PATH says."""
-
-from __future__ import annotations
+"""`python -m engram_runtime.cli`, where the script `engram` is not on the path."""
 
 import sys
 
 from engram_runtime.cli.main import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

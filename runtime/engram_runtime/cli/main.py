@@ -14,6 +14,21 @@ from engram_runtime.cli.lazy import CommandError, missing_extra
 
 GROUP = "engram.commands"
 BUILT_IN = (serve, chat, batch, snapshots, ops, fetch)
+# Fields whose flag is not their own name.
+FLAGS = {
+    "store_uri": "--snapshot-store",
+    "host_bytes": "--snapshot-host-memory",
+    "disk_bytes": "--snapshot-disk",
+    "disk_path": "--snapshot-disk-path",
+    "keep_last": "--retention-keep-last",
+    "max_age_seconds": "--retention-max-age",
+    "max_conversations": "--retention-max-conversations",
+    "max_total_bytes": "--retention-max-total-size",
+    "op_overrides": "--op",
+    "max_body_bytes": "--max-body-size",
+    "save_idle_seconds": "--snapshot-idle-seconds",
+    "save_min_interval_seconds": "--snapshot-min-interval-seconds",
+}
 # Which extra brings the command of another package.
 EXTRAS = {"up": "operator"}
 
@@ -40,8 +55,9 @@ def _register(plugin: EntryPoint, commands: Any) -> None:
     except ModuleNotFoundError as error:
         # The command exists, its extra is not installed: say so when it is called, not before.
         problem = missing_extra(plugin.name, EXTRAS.get(plugin.name, "dev"), error)
-        stub = commands.add_parser(plugin.name, help=f"not installed: {problem}", add_help=False)
-        stub.add_argument("rest", nargs=argparse.REMAINDER)
+        # No prefix character, so that whatever the command would have taken is taken.
+        stub = commands.add_parser(plugin.name, help=f"not installed: {problem}", add_help=False, prefix_chars="\0")
+        stub.add_argument("rest", nargs="*")
         stub.set_defaults(func=_fail, problem=problem)
         return
     register(commands)
@@ -74,5 +90,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _as_flag(message: str) -> str:
     """Errors name a field first ("max_model_len must be ..."); on a command line its name is a flag."""
     word, space, rest = message.partition(" ")
-    flag = f"--{word.replace('_', '-')}"
+    flag = FLAGS.get(word, f"--{word.replace('_', '-')}")
     return flag + space + rest if word.isidentifier() and "_" in word else message

@@ -31,12 +31,13 @@ TIER = "store"
 class OfflineStore:
     """One tenant's snapshots of every model in a store; rows have the form of the REST calls."""
 
-    def __init__(self, uri: str, key: bytes, tenant: str) -> None:
-        keyring = Keyring(key)
+    def __init__(self, uri: str, key_file: Path, tenant: str) -> None:
+        store = open_object_store(uri)
+        keyring = Keyring(read_tenant_key(key_file))
         self._namespace = keyring.namespace(check_tenant(tenant))
         # The layout matters to those who read tensors, and nothing here does.
         layout = StateLayout(kv_layers=0, kv_heads=1, head_dim=1, kv_dtype="float32")
-        self._repository = Repository(TIER, open_object_store(uri), keyring, layout)
+        self._repository = Repository(TIER, store, keyring, layout)
 
     def rows(self, conversation_id: str | None, branch_name: str | None, limit: int) -> Iterator[dict[str, Any]]:
         """Newest first. What cannot be trusted is left out: fsck names it."""
@@ -109,7 +110,7 @@ class OfflineStore:
 @contextmanager
 def open_store(uri: str, key_file: Path, tenant: str) -> Iterator[OfflineStore]:
     """CommandError for whatever the user can mend."""
-    store = OfflineStore(uri, read_tenant_key(key_file), tenant)
+    store = OfflineStore(uri, key_file, tenant)
     try:
         yield store
     except SnapshotError as error:

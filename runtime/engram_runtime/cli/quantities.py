@@ -16,7 +16,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 def size(text: str) -> int:
     """Bytes of "4Gi", "500M", "1.5Gi" or "4096"; for argparse."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"expected a size such as 4Gi, 500M or 4096, got {text!r}")
     whole, _, fraction = match[1].partition(".")
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Seconds of "30d", "12h", "90s" or "1.5"; for argparse."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)([a-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)([a-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time such as 30d, 12h, 15m or 90 (seconds), got {text!r}")
     return float(match[1]) * _SECONDS[match[2]]

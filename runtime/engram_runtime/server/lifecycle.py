@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
+from engram_runtime.errors import EngramError
 from engram_runtime.server.app import admin_app, public_app
 from engram_runtime.server.config import ServerConfig
 from engram_runtime.server.state import ServerState
@@ -129,7 +130,7 @@ class Server:
         except Exception as error:
             self._failure = error
             self.state.admission.move("failed", f"the model did not load: {error}")
-            log.error("the model did not load: %s", error, exc_info=not isinstance(error, ValueError))
+            log.error("the model did not load: %s", error, exc_info=not isinstance(error, ValueError | EngramError))
             return
         log.info("ready after %.1f s", time.monotonic() - started)
 
