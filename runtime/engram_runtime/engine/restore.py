@@ -8,9 +8,10 @@ Whatever goes wrong ends in an ordinary prefill that says why. A recurrent model
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
@@ -19,6 +20,8 @@ from engram_runtime.engine.request import Request, RestoreOutcome
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 
 WORKERS = 4
+CLOSE_SECONDS = 5.0
+"""Closing waits this long for workers; one that hangs in a dead disk must not keep the process alive."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +58,19 @@ class Restorer:
         self._timeout = timeout_seconds
         self._clock = clock
         self._wake = wake
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="engram-restore")
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._workers = [
+            threading.Thread(target=self._work, name=f"engram-restore-{number}", daemon=True)
+            for number in range(WORKERS)
+        ]
+        for worker in self._workers:
+            worker.start()
         self._done: queue.SimpleQueue[tuple[_Job, Fetched | Miss | None]] = queue.SimpleQueue()
         self._jobs: list[_Job] = []
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def __len__(self) -> int:
         return sum(not job.abandoned for job in self._jobs)
@@ -89,12 +102,12 @@ class Restorer:
             deadline_seconds=self._timeout,
         )
         self._jobs.append(job)
-        self._pool.submit(self._find, job, query)
+        self._tasks.put(partial(self._find, job, query))
         return True
 
     def _find(self, job: _Job, query: RestoreQuery) -> None:
         try:
-            self._post(job, self._snapshots.find(query))
+            self._post(job, Miss("given up") if job.abandoned else self._snapshots.find(query))
         except Exception as error:  # the service promises not to raise; a request must not hang if it does
             self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))
 
@@ -126,7 +139,7 @@ class Restorer:
             elif isinstance(result, Fetched):
                 reason = self._take(job, result)
                 if reason is None:
-                    self._pool.submit(self._write, job, result)
+                    self._tasks.put(partial(self._write, job, result))
                 else:
                     ready.append(self._fail(job, *reason))
             elif isinstance(result, Miss):
@@ -226,7 +239,12 @@ class Restorer:
         self._jobs.remove(job)
 
     def close(self) -> None:
-        """Wait for the workers and give back what their jobs hold."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stop the workers and give back what their jobs hold."""
+        for job in self._jobs:
+            job.abandoned = True
+        for _ in self._workers:
+            self._tasks.put(None)
+        for worker in self._workers:
+            worker.join(CLOSE_SECONDS)
         for job in list(self._jobs):
             self._forget(job)

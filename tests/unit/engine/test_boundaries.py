@@ -193,7 +193,7 @@ def test_a_turn_that_is_not_to_be_saved_leaves_nothing_durable(bench: Make, stat
 def test_an_aborted_turn_is_not_durable_but_its_work_is_not_lost(bench: Make, states: int) -> None:
     one = bench(states=states, snapshots=True)
     prompt = [*SYSTEM, 1, 2]
-    one.engine.add_request("r", prompt, SamplingParams(max_tokens=50), turn=TurnSpec())
+    one.engine.add_request("r", prompt, SamplingParams(max_tokens=50), turn=TurnSpec(restore=False))
     for _ in range(6):
         one.engine.step()
     one.engine.abort("r")

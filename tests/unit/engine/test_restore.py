@@ -235,8 +235,12 @@ def test_a_full_gpu_prefills(bench: Make, stored: FakeSnapshots, states: int) ->
     blocker = one.engine.add_request("big", [7] * 20, SamplingParams(max_tokens=8))
     one.engine.step()
     assert blocker.first.block_ids
-    report = report_of(ask(one, next_prompt()))
-    assert "no free blocks" in (report.restore_error or "")
+    # The answer is there before the engine takes another step, so the blocks are really still in use.
+    one.engine.add_request("r", next_prompt(), SamplingParams(max_tokens=NEW), turn=TurnSpec())
+    one.engine.wait(10.0)
+    output = one.run()["r", 0]
+    assert output.token_ids == oracle(next_prompt(), NEW)
+    assert "no free blocks" in (report_of(output).restore_error or "")
 
 
 def test_other_requests_run_while_a_restore_is_under_way(bench: Make) -> None:
