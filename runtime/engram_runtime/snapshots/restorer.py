@@ -136,8 +136,11 @@ class Restorer:
             if not self._confirmed(record):
                 raise NotFound(f"snapshot {snapshot_id} does not exist")
             position = search.offer(record, self._shared.clock())
+            if position == 0:
+                raise SnapshotError(self._useless(search, record))
             if position <= search.query.min_position:
-                raise SnapshotError(self._useless(search, record, position))
+                search.reasons.append(f"restore_from: the {search.query.min_position} tokens at hand cover it")
+                return None
             return self._fetch(search, record, position)
         except (SnapshotError, TimeoutError, FutureTimeout) as error:
             search.failed = True
@@ -145,11 +148,9 @@ class Restorer:
             search.found.pop(snapshot_id, None)
             return None
 
-    def _useless(self, search: _Search, record: Record, position: int) -> str:
+    def _useless(self, search: _Search, record: Record) -> str:
         if record.expired(self._shared.clock()):
             return f"snapshot {record.snapshot_id} has expired"
-        if position:
-            return f"snapshot {record.snapshot_id} restores no more than the {search.query.min_position} tokens at hand"
         return f"the prompt does not begin with the tokens of snapshot {record.snapshot_id}"
 
     def _from_memory(self, search: _Search) -> None:
