@@ -31,19 +31,22 @@ router = APIRouter()
     },
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
-    """One turn of a conversation."""
+    """One turn of a conversation. With the header `x-engram-features: delta` the answer offers `delta`."""
     state = state_of(request)
     loaded = state.serving()
     check_model(state, body.model)
     request_id = f"chatcmpl-{secrets.token_hex(12)}"
-    turn = await prepare(state, loaded, principal_of(request), request.headers, body, request_id)
+    principal = principal_of(request)
+    turn = await prepare(state, loaded, principal, request.headers, body, request_id)
+    # Tells clients that the next request may carry its new messages only.
+    headers = {"x-engram-features": "delta"} if principal.remembers else {}
     stream = merged([outputs(state, loaded, turn.job)])
     if body.stream:
-        return EventStream(_chunks(state, loaded, turn, body, await Begun.of(stream)))
+        return EventStream(_chunks(state, loaded, turn, body, await Begun.of(stream)), headers)
     tally = Tally(len(turn.prompt.ids))
     (candidates,) = await collect(stream, [tally])
     finish(state, loaded, turn, tally.turn, candidates[0].text)
-    return JSONResponse(_completion(loaded, turn, body, tally, candidates))
+    return JSONResponse(_completion(loaded, turn, body, tally, candidates), headers=headers)
 
 
 def _completion(

@@ -128,6 +128,12 @@ async def test_delta_continues_the_head_and_asks_for_the_history_when_it_is_gone
     assert other_branch.status_code == 409
 
 
+async def test_delta_is_offered_to_those_who_may_use_it(api, make_api):
+    for fields in ({}, {"stream": True}):
+        assert (await api.chat(**fields)).headers["x-engram-features"] == "delta"
+    assert "x-engram-features" not in (await make_api(client="192.0.2.7").chat()).headers
+
+
 async def test_delta_by_headers(api):
     await hold(api, "Hello there", conversation_id="c")
     headers = {"x-engram-conversation-id": "c", "x-engram-delta": "true"}
