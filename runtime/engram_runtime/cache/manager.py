@@ -113,6 +113,11 @@ class CacheManager:
         if mark is not None:
             node.marks[offset] = mark
 
+    def thin_states(self, node: Node, before: int) -> None:
+        """The chain of `node` has a newer state to go on from: its states below `before` are evicted first."""
+        if self.has_state:
+            self.index.demote_states(node, before)
+
     def mark_at(self, node: Node, position: int) -> Any:
         """The boundary recorded at exactly `position`, or None."""
         return node.marks.get(position - node.depth * self.block_size)

@@ -85,6 +85,11 @@ class Pool:
                 else:
                     self._free.append(slot)
 
+    def demote(self, slot: int) -> None:
+        """Evict this slot before all others, if it is cached now."""
+        if slot in self._cached:
+            self._cached.move_to_end(slot, last=False)
+
     def cache(self, slot: int) -> None:
         """The index can find this slot from now on: keep its contents after the last release."""
         self._indexed[slot] = True

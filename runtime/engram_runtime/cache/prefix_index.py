@@ -208,6 +208,16 @@ class PrefixIndex:
         self._pool(self.states).cache(slot)
         return True
 
+    def demote_states(self, node: Node | None, before: int) -> None:
+        """Let the states of this chain at positions below `before` go first when slots are needed."""
+        pool = self._pool(self.states)
+        while node is not None:
+            first = node.depth * self.block_size
+            for offset, slot in node.states.items():
+                if first + offset < before:
+                    pool.demote(slot)
+            node = node.parent
+
     def drop_state(self, slot: int) -> None:
         node, offset = self._state_places.pop(slot)
         del node.states[offset]

@@ -220,6 +220,9 @@ class Boundaries:
             if kind not in COMPLETED and self._cache.mark_at(node, position) is not None:
                 mark = None  # another turn ended exactly here: that says more
         self._cache.record(node, position, slot, mark)
+        if kind in COMPLETED:
+            # Going on, regenerating and editing all start at or above where this turn started.
+            self._cache.thin_states(node, min(sequence.prefix_tokens, position))
         # What the caller is told of: where the turn can be gone on from. user_start is where it came from.
         if kind is not None and kind != "user_start":
             request.boundary = kind

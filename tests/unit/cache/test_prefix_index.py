@@ -132,6 +132,23 @@ def test_evicting_a_block_forgets_what_hangs_below_it() -> None:
     cache.check_integrity(Counter(taken), Counter())
 
 
+def test_states_below_a_newer_one_are_evicted_first() -> None:
+    cache = CacheManager(16, BLOCK, num_states=3)
+    remember(cache, [9] * 8, state_at=8)  # another conversation, the least recently used
+    remember(cache, list(range(12)), state_at=4)
+    remember(cache, list(range(12)), state_at=10)
+    node = cache.register(Chain("a"), list(range(12)), [], 0)
+    assert node is None
+    blocks = cache.match("a", list(range(12)), 12).blocks
+    tip = cache.register(Chain("a"), list(range(12)), blocks, 12)
+    assert tip is not None
+    cache.thin_states(tip, 10)
+    cache.states.release(cache.states.allocate(1) or [])
+    assert cache.match("a", [9] * 9, 8).position == 8
+    assert cache.match("a", list(range(10)), 9).position == 0
+    assert cache.match("a", list(range(12)), 11).position == 10
+
+
 def test_two_owners_of_the_same_tokens_share_one_node() -> None:
     cache = CacheManager(8, BLOCK)
     first = remember(cache, [1, 2, 3, 4])

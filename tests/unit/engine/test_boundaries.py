@@ -244,6 +244,25 @@ def test_a_warm_up_is_given_up_when_the_conversation_goes_on(bench: Make) -> Non
     assert report_of(done["next", 0]).turn_number == 2
 
 
+def test_idle_conversations_keep_their_tip_when_states_are_few(bench: Make) -> None:
+    # A turn of a recurrent model captures up to four states; those of older turns must go before anybody's tip.
+    one = bench(states=4 + 6, seqs=4, blocks=256, snapshots=True)
+    chats: dict[str, list[int]] = {}
+    for number in range(3):
+        output, tokens = run_turn(one, [60 + number] * 9, [1, 2], conversation_id=str(number))
+        warm(one, [*tokens, 93], report_of(output))
+        chats[str(number)] = [*tokens, 93]
+    for _ in range(4):
+        output, tokens = run_turn(one, chats["0"], [4, 5], conversation_id="0")
+        warm(one, [*tokens, 93], report_of(output))
+        chats["0"] = [*tokens, 93]
+    assert one.snapshots is not None
+    one.snapshots.stored.clear()
+    for name in ("1", "2"):
+        output, _ = run_turn(one, chats[name], [7], conversation_id=name)
+        assert output.cached_tokens == len(chats[name])
+
+
 def test_closing_the_engine_flushes_what_is_held(bench: Make) -> None:
     one = bench(snapshots=True)
     run_turn(one, SYSTEM, [1])
