@@ -371,6 +371,25 @@ async def test_prompt_that_cannot_fit(api):
         assert answer.json()["error"]["param"] == "prompt"
 
 
+async def test_floods_are_refused_quickly(api):
+    """Millions of tiny things inside the size limit: refused by count, not validated one by one."""
+    flood: dict[str, tuple[str, dict[str, Any]]] = {
+        "messages": ("/v1/chat/completions", {"messages": USER * 200_000}),
+        "content": ("/v1/chat/completions", {"messages": said(content=[{"type": "text", "text": ""}] * 200_000)}),
+        "logit_bias": (
+            "/v1/chat/completions",
+            {"messages": USER, "logit_bias": {str(n): 1 for n in range(200_000)}},
+        ),
+        "prompt": ("/v1/completions", {"prompt": [1] * 1_200_000}),
+        "tokens": ("/detokenize", {"tokens": [1] * 1_200_000}),
+    }
+    for path, fields in flood.values():
+        content = json.dumps({"model": "tiny", **fields})
+        answer = await api.http.post(path, content=content, headers=JSON)
+        assert answer.status_code == 400
+        assert "at most" in answer.json()["error"]["message"]
+
+
 async def test_headers_are_checked(api):
     for name, value in (("auto-save", "perhaps"), ("delta", "1"), ("stateful-mode", "x")):
         answer = await api.chat(headers={f"x-engram-{name}": value})

@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 from engram_runtime.engine.sampling_params import MAX_LOGPROBS
 from engram_runtime.server.protocol.common import MAX_INT, Refused, SamplingFields, StringMap, Wire
 
+MAX_PARTS = 10_000
+
 
 class TextPart(Wire):
     type: Literal["text"]
@@ -151,8 +153,21 @@ def _template_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
+def check_size(value: Any) -> Any:
+    """Counted before they are looked at: validating millions of empty parts would stop the event loop for seconds."""
+    if isinstance(value, list):
+        parts = len(value)
+        for message in value if parts <= MAX_PARTS else ():
+            if isinstance(message, dict):
+                fields = (message.get("content"), message.get("tool_calls"))
+                parts += sum(len(field) for field in fields if isinstance(field, list))
+        if parts > MAX_PARTS:
+            raise ValueError(f"must hold at most {MAX_PARTS} messages, content parts and tool calls in all")
+    return value
+
+
 class ChatRequest(SamplingFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], BeforeValidator(check_size)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT, description="Default: what is left of the window.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool = False

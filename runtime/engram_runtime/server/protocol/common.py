@@ -15,6 +15,9 @@ from engram_runtime.engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_
 MAX_INT = 2**53 - 1  # integers above it do not survive JSON clients
 
 
+MAX_BIASES = 4096
+
+
 class Wire(BaseModel):
     """Base of everything a client sends."""
 
@@ -58,6 +61,8 @@ Stop = Annotated[
 def _logit_bias(value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         raise ValueError("must map token ids to numbers from -100 to 100")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"must hold at most {MAX_BIASES} token ids, got {len(value)}")
     for token, bias in value.items():
         if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10):
             raise ValueError(f"keys must be token ids, got {str(token)[:40]!r}")

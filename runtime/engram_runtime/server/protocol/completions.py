@@ -7,16 +7,19 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from engram_runtime.engine.sampling_params import MAX_LOGPROBS, MAX_N
-from engram_runtime.server.protocol.chat import Message, Tool
+from engram_runtime.server.protocol.chat import Message, Tool, check_size
 from engram_runtime.server.protocol.common import MAX_INT, Refused, SamplingFields, Wire
 
 Prompt = str | list[int]
 MAX_PROMPTS = 256
+MAX_TOKENS = 1 << 20
 
 
 def _token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= MAX_INT for item in value
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_TOKENS
+        and all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= MAX_INT for item in value)
     )
 
 
@@ -84,7 +87,7 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(Wire):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], BeforeValidator(check_size)] | None = Field(None, min_length=1)
     tools: list[Tool] = Field(default_factory=list)
     add_special_tokens: bool = Field(True, description="For `prompt` only: a rendered template brings its own.")
     add_generation_prompt: bool = True
@@ -99,4 +102,4 @@ class TokenizeRequest(Wire):
 
 class DetokenizeRequest(Wire):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]]
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = Field(max_length=MAX_TOKENS)
