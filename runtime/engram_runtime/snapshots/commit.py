@@ -7,16 +7,17 @@ writer whose turn is not a continuation of the head, or that loses the swap to o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from engram_runtime.errors import Conflict, NotFound, SnapshotError
 from engram_runtime.snapshots.io import files, format
 from engram_runtime.snapshots.io.repository import Repository, StoredRef
 from engram_runtime.snapshots.io.store import StoreUnavailable
 from engram_runtime.snapshots.policy import ids, refs
-from engram_runtime.snapshots.policy.identity import TokenChain
+from engram_runtime.snapshots.policy.identity import TokenChain, anchor_name
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest
 from engram_runtime.snapshots.policy.records import Anchor
@@ -24,6 +25,7 @@ from engram_runtime.snapshots.policy.records import Anchor
 SWAP_ATTEMPTS = 16
 
 FileSource = Callable[[str], Sequence[memoryview | bytes]]
+Heirs = Mapping[str, str]  # chain key at the end of a piece -> id of a snapshot that holds the piece
 
 
 class HeadRule(Enum):
@@ -140,12 +142,13 @@ def force_head(repository: Repository, space: Space, manifest: Manifest) -> None
     raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
 
 
-def erase(repository: Repository, space: Space, manifest: Manifest) -> None:
+def erase(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs = MappingProxyType({})) -> None:
     """Take a snapshot out of a repository: head, manifest (from then on it is not there), anchors, label. KV files are
-    left to the sweep. Deleting what is gone already is not an error."""
+    left to the sweep. `heirs` names snapshots that stay and have the same pieces. Deleting what is gone already is
+    not an error."""
     drop_from_ref(repository, space, manifest)
     repository.store.delete(space.snapshot(manifest.snapshot_id))
-    drop_anchors(repository, space, manifest)
+    drop_anchors(repository, space, manifest, heirs)
     repository.store.delete(space.label(manifest.snapshot_id))
 
 
@@ -167,11 +170,13 @@ def drop_from_ref(repository: Repository, space: Space, manifest: Manifest) -> N
     raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
 
 
-def drop_anchors(repository: Repository, space: Space, manifest: Manifest) -> None:
-    """Delete the snapshot's anchors unless a newer snapshot took the name over."""
-    for anchor in manifest.anchors:
+def drop_anchors(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs = MappingProxyType({})) -> None:
+    """Delete the snapshot's anchors, or give them to an heir that has the same tokens; leave those that a newer
+    snapshot took over."""
+    chains = {anchor_name(piece.chain): piece for piece in manifest.pieces if piece.end == piece.tensor_end}
+    for name in {anchor.name for anchor in manifest.anchors} | chains.keys():
         try:
-            if repository.read_anchor(space, anchor.name).snapshot_id != manifest.snapshot_id:
+            if repository.read_anchor(space, name).snapshot_id != manifest.snapshot_id:
                 continue
         except StoreUnavailable:
             raise
@@ -179,7 +184,12 @@ def drop_anchors(repository: Repository, space: Space, manifest: Manifest) -> No
             continue
         except SnapshotError:
             pass  # nobody can use a damaged one
-        repository.store.delete(space.anchor(anchor.name))
+        piece = chains.get(name)
+        heir = None if piece is None else heirs.get(piece.chain)
+        if piece is not None and heir is not None:
+            repository.write_anchor(space, name, Anchor(heir, piece.end))
+        else:
+            repository.store.delete(space.anchor(name))
 
 
 def _ensure_file(repository: Repository, draft: Draft, file: str, source: FileSource, live_seconds: float) -> None:

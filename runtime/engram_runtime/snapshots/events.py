@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.io.repository import Repository
@@ -26,7 +26,7 @@ from engram_runtime.snapshots.types import Event, EventPage, SnapshotInfo
 OVERLAP_SECONDS = 900.0
 MAX_EVENTS = 10_000
 MAX_SPACES = 1024
-FIRST_READ = 1000  # snapshots that a new process looks back over
+FIRST_READ = MAX_EVENTS  # snapshots that a new process looks back over
 _CURSOR = re.compile(r"([0-9a-f]{16})-([0-9]{1,15})-([0-9]{1,15})")
 
 
@@ -55,18 +55,18 @@ class EventLog:
         self._lock = threading.RLock()
         self._logs: OrderedDict[Space, _Log] = OrderedDict()
 
-    def saved(self, space: Space, snapshot_id: str, info: SnapshotInfo) -> None:
+    def saved(self, space: Space, snapshot_id: str) -> None:
         with self._lock:
             log = self._log(space)
             if snapshot_id not in log.seen:
-                self._append(log, "saved", snapshot_id, snapshot_id, info.created, info)
+                self._append(log, "saved", snapshot_id, snapshot_id, ids.id_time(snapshot_id))
 
     def deleted(self, space: Space, event_id: str, snapshot_id: str) -> None:
         with self._lock:
             log = self._log(space)
             if f"{event_id}/{snapshot_id}" not in log.seen:
                 time = ids.id_time(event_id)
-                self._append(log, "deleted", f"{event_id}/{snapshot_id}", snapshot_id, time, None)
+                self._append(log, "deleted", f"{event_id}/{snapshot_id}", snapshot_id, time)
 
     def page(self, space: Space, tier: Tier | None, after: str | None, limit: int) -> EventPage:
         """ValueError for a cursor that is not one. Trouble in the store leaves what this process knows."""
@@ -77,18 +77,22 @@ class EventLog:
         with self._lock:
             log = self._log(space)
             first = log.sequence - len(log.events)
-            fresh: list[Event] = []
-            position = max(sequence, first) if sequence is not None else first
-            for number, event in enumerate(log.events, start=first):
-                if len(fresh) >= limit:
-                    break
-                if number < position or (sequence is None and event.time < since):
-                    continue
-                cursor = self._cursor(number + 1, event.time)
-                fresh.append(Event(cursor, event.kind, event.snapshot_id, event.time, event.info))
-            if fresh:
-                return EventPage(fresh, fresh[-1].cursor)
-            return EventPage([], self._cursor(log.sequence, self._clock()))
+            start = first if sequence is None else max(sequence, first)
+            fresh = [
+                Event(self._cursor(number + 1, event.time), event.kind, event.snapshot_id, event.time, None)
+                for number, event in enumerate(log.events, start=first)
+                if number >= start and (sequence is not None or event.time >= since)
+            ][:limit]
+            cursor = fresh[-1].cursor if fresh else self._cursor(log.sequence, self._clock())
+        return EventPage([self._described(space, event) for event in fresh], cursor)
+
+    def _described(self, space: Space, event: Event) -> Event:
+        """With the summary, unless the snapshot is gone or out of reach by now."""
+        if event.kind != "saved":
+            return event
+        with suppress(SnapshotError):
+            return replace(event, info=self._describe(space, event.snapshot_id))
+        return event
 
     def refresh(self, space: Space, tier: Tier) -> None:
         """Read what is new in the store. StoreUnavailable."""
@@ -102,15 +106,7 @@ class EventLog:
             for event_id in gone:
                 self._read_tombstone(repository, space, event_id)
             for snapshot_id in self._new_ids(repository, space.snapshots(), since):
-                with self._lock:
-                    if snapshot_id in log.seen:
-                        continue
-                try:
-                    self.saved(space, snapshot_id, self._describe(space, snapshot_id))
-                except StoreUnavailable:
-                    raise
-                except SnapshotError:
-                    continue
+                self.saved(space, snapshot_id)
         with self._lock:
             log.read_until = now
 
@@ -155,9 +151,9 @@ class EventLog:
         self._logs.move_to_end(space)
         return log
 
-    def _append(self, log: _Log, kind: str, key: str, snapshot_id: str, time: float, info: SnapshotInfo | None) -> None:
+    def _append(self, log: _Log, kind: str, key: str, snapshot_id: str, time: float) -> None:
         log.seen.add(key)
-        log.events.append(Event("", kind, snapshot_id, time, info))
+        log.events.append(Event("", kind, snapshot_id, time, None))
         log.sequence += 1
         if len(log.seen) > 8 * MAX_EVENTS:
             kept = {event.snapshot_id for event in log.events}

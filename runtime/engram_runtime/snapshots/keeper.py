@@ -35,6 +35,7 @@ class Keeper:
         self._events: EventLog | None = None
         self._lock = threading.Lock()
         self._active: set[Space] = set()  # tenants seen since the last poll
+        self._undone: dict[tuple[Space, str], tuple[Record, str]] = {}  # deletions that some tier has not heard of
         self._refreshed: dict[tuple[Space, str], float] = {}
 
     def attach(self, events: EventLog) -> None:
@@ -242,24 +243,36 @@ class Keeper:
         record.label = label
 
     def delete(self, record: Record) -> None:
-        """Gone here at once and for good; SnapshotError when a tier could not be told."""
+        """Gone here at once and for good; SnapshotError when a tier could not be told (it is tried again)."""
         self.learn_gone(record.space, record.snapshot_id)
         event_id = ids.new_id(self._shared.clock())
-        trouble: SnapshotError | None = None
-        authority = self._shared.authority
-        for tier in self._shared.tiers:
-            try:
-                self._erase(tier, record)
-                if tier is authority:
-                    with tier.writing():
-                        tier.repository.write_tombstone(record.space, event_id, [record.snapshot_id])
-            except SnapshotError as error:
-                trouble = error
         if self._events is not None:
             self._events.deleted(record.space, event_id, record.snapshot_id)
         self._shared.counters.add("deletes")
-        if trouble is not None:
-            raise SnapshotError(f"deleted here, but not on every tier: {trouble}") from trouble
+        with self._lock:
+            self._undone[record.space, record.snapshot_id] = (record, event_id)
+        self._finish_deletion(record, event_id)
+
+    def retry_deletion(self, tenant: str, snapshot_id: str) -> bool:
+        """True when the snapshot was deleted here before and every tier knows it now; False when it never was."""
+        with self._lock:
+            undone = self._undone.get((self._shared.space(tenant), snapshot_id))
+        if undone is None:
+            return False
+        self._finish_deletion(*undone)
+        return True
+
+    def _finish_deletion(self, record: Record, event_id: str) -> None:
+        for tier in reversed(self._shared.tiers):
+            try:
+                self._erase(tier, record)
+                if tier is self._shared.authority:
+                    with tier.writing():
+                        tier.repository.write_tombstone(record.space, event_id, [record.snapshot_id])
+            except SnapshotError as error:
+                raise SnapshotError(f"deleted here, not yet on tier {tier.name}: {error}") from error
+        with self._lock:
+            self._undone.pop((record.space, record.snapshot_id), None)
 
     def erase_everywhere(self, record: Record) -> None:
         """A save finished after the snapshot had been deleted."""
@@ -281,7 +294,7 @@ class Keeper:
 
     def saved(self, record: Record) -> None:
         if self._events is not None:
-            self._events.saved(record.space, record.snapshot_id, self.info(record))
+            self._events.saved(record.space, record.snapshot_id)
 
     def learn_gone(self, space: Space, snapshot_id: str) -> None:
         """Deleted, by whomever: forget it, keep it from coming back, free its state."""
@@ -310,10 +323,14 @@ class Keeper:
         self._refresh(record)
 
     def poll(self) -> None:
-        """Read the tombstones of tenants that were active."""
+        """Read the tombstones of tenants that were active; finish deletions."""
         with self._lock:
             spaces = list(self._active)
             self._active.clear()
+            undone = list(self._undone.values())
+        for record, event_id in undone:
+            with suppress(SnapshotError):
+                self._finish_deletion(record, event_id)
         authority = self._shared.authority
         if authority is None or self._events is None:
             return

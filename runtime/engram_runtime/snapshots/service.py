@@ -126,7 +126,7 @@ class SnapshotService:
         self._loader = Loader(shared)
         self._restorer = Restorer(shared, self._loader, self._keeper.confirmed)
         hooks = SweepHooks(protected=self._not_stored_elsewhere, on_gone=self._keeper.swept)
-        self._sweeper = Sweeper(config, hooks, clock)
+        self._sweeper = Sweeper(config, hooks, clock, stateful=bool(layout.states))
         self._sweeping = threading.Lock()
         self._closed = threading.Event()
         self._background = threading.Thread(target=self._tend, name="engram-snapshots", daemon=True)
@@ -179,7 +179,11 @@ class SnapshotService:
         return self._events.page(space, self._shared.authority, after, limit)
 
     def delete(self, tenant: str, snapshot_id: str) -> SnapshotInfo:
-        record = self._keeper.lookup(tenant, snapshot_id)
+        try:
+            record = self._keeper.lookup(tenant, snapshot_id)
+        except NotFound:
+            self._keeper.retry_deletion(tenant, snapshot_id)
+            raise
         info = self._keeper.info(record)
         self._keeper.delete(record)
         return info

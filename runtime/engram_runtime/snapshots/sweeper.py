@@ -38,8 +38,13 @@ class SweepHooks:
 
 
 class Sweeper:
-    def __init__(self, config: SnapshotConfig, hooks: SweepHooks, clock: Callable[[], float]) -> None:
+    """`stateful`: the model has recurrent state, so that an anchor is of no use without its own snapshot's state."""
+
+    def __init__(
+        self, config: SnapshotConfig, hooks: SweepHooks, clock: Callable[[], float], *, stateful: bool
+    ) -> None:
         self._config = config
+        self._stateful = stateful
         self._hooks = hooks
         self._clock = clock
         self._cache = ManifestCache()
@@ -65,7 +70,9 @@ class Sweeper:
         deleted, freed = 0, 0
         with tier.writing():
             for space, snapshot_ids in by_space.items():
-                gone = [i for i in snapshot_ids if self._let_go(tier, space, listing, known, i)]
+                staying = {i: m for (s, i), m in known.items() if s == space and i not in chosen}
+                heirs = {} if self._stateful else _heirs(staying)
+                gone = [i for i in snapshot_ids if self._let_go(tier, space, listing, known, heirs, i)]
                 deleted += len(gone)
                 freed += sum(listing.snapshots[space, i].size for i in gone)
                 if tombstones:
@@ -76,7 +83,13 @@ class Sweeper:
         return SweepReport(deleted, files, freed + bytes_freed)
 
     def _let_go(
-        self, tier: Tier, space: Space, listing: Inventory, known: dict[tuple[Space, str], Manifest], snapshot_id: str
+        self,
+        tier: Tier,
+        space: Space,
+        listing: Inventory,
+        known: dict[tuple[Space, str], Manifest],
+        heirs: commit.Heirs,
+        snapshot_id: str,
     ) -> bool:
         """Delete one snapshot, unless it was used since the listing."""
         try:
@@ -86,7 +99,7 @@ class Sweeper:
         if now is not None and now.modified > listing.snapshots[space, snapshot_id].modified:
             return False
         manifest = known.pop((space, snapshot_id))
-        commit.erase(tier.repository, space, manifest)
+        commit.erase(tier.repository, space, manifest, heirs)
         self._cache.forget(space, snapshot_id)
         self._hooks.on_gone(space, snapshot_id)
         return True
@@ -173,6 +186,12 @@ class Sweeper:
         for space, event_id, _ in listing.other.get("gone", []):
             if ids.id_time(event_id) < started - TOMBSTONE_SECONDS:
                 tier.repository.store.delete(space.tombstone(event_id))
+
+
+def _heirs(staying: dict[str, Manifest]) -> dict[str, str]:
+    """Of each piece, the newest snapshot that keeps it: a shared system prompt outlives the turn that first had it."""
+    oldest_first = sorted(staying.values(), key=lambda manifest: manifest.created)
+    return {piece.chain: m.snapshot_id for m in oldest_first for piece in m.pieces if piece.end == piece.tensor_end}
 
 
 def sweep_quietly(sweeper: Sweeper, tier: Tier, *, tombstones: bool) -> SweepReport:

@@ -266,6 +266,22 @@ def test_retention_keeps_the_newest_turns_pins_and_branch_points(make_world: Cal
     assert sorted(gone) == sorted([made[0], made[3]])
 
 
+def test_a_shared_system_prompt_outlives_the_turn_that_had_it_first(make_world: Callable[..., World]) -> None:
+    world = make_world("dense")
+    world.start(gc_grace_seconds=0)
+    system = tokens(120, seed=1)
+    first = world.save([*system, *tokens(50, seed=2)], "a", user_start=120)
+    longer = [*system, *tokens(50, seed=2), *tokens(30, seed=3)]
+    second = world.save(longer, "a", 2, parent=first.snapshot_id, user_start=175)
+    assert world.service.sweep().snapshots_deleted == 2
+    world.start()
+    found = world.find([*system, *tokens(60, seed=4)], candidates=(120,))
+    assert isinstance(found, Fetched)
+    assert (found.snapshot_id, found.position) == (second.snapshot_id, 120)
+    world.service.delete("default", second.snapshot_id)
+    assert list(world.store_path.rglob("anchor/*/*")) == []
+
+
 def test_age_is_renewed_by_use(make_world: Callable[..., World]) -> None:
     world = make_world("dense", now=time.time())
     world.start(max_age_seconds=10_000, gc_grace_seconds=0)

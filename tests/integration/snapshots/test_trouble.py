@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engram_runtime.errors import SnapshotError
+from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.store import StoreUnavailable
 from engram_runtime.snapshots.types import Fetched, Miss, TierStatus
@@ -187,6 +187,30 @@ def test_store_away_then_back(tmp_path: Path, make_world: Callable[..., World]) 
     world.start()
     assert world.service.resolve("default", "c").turn_number == 3
     world.check(world.find(PROMPT, conversation_id="c"), third)
+
+
+def test_a_deletion_that_the_store_did_not_hear_of(tmp_path: Path, make_world: Callable[..., World]) -> None:
+    spy = RecordingStore(LocalStore(tmp_path / "store"))
+    world = make_world("dense", shared_store=spy)
+    saved = world.save(PROMPT[:FIRST])
+
+    def away(call: str, key: str) -> None:
+        raise StoreUnavailable("Down", "connection refused")
+
+    spy.fail = away
+    for _ in range(2):  # a second try is an error again, not a 404 that would mean it is done
+        with pytest.raises(SnapshotError, match="not yet on tier store") as caught:
+            world.service.delete("default", saved.snapshot_id)
+        assert not isinstance(caught.value, NotFound)
+    with pytest.raises(NotFound):
+        world.service.get("default", saved.snapshot_id)
+    assert isinstance(world.find(PROMPT, candidates=(FIRST,)), Miss)
+    spy.fail = None
+    unpause(world)
+    world.service._keeper.poll()
+    assert list((tmp_path / "store").rglob("snap/*/*")) == []
+    with pytest.raises(NotFound):
+        world.service.delete("default", saved.snapshot_id)
 
 
 def test_store_error_on_every_call(tmp_path: Path) -> None:

@@ -150,4 +150,9 @@ class TokenChain:
 
     def anchor(self, position: int) -> str:
         """Name (64 hex digits) of the anchor object at `position`."""
-        return hashlib.sha256(b"engram-anchor\0" + bytes.fromhex(self.key(position))).hexdigest()
+        return anchor_name(self.key(position))
+
+
+def anchor_name(chain_key: str) -> str:
+    """The anchor at the position whose chain key this is; another hash, so that an anchor's name gives no chain key."""
+    return hashlib.sha256(b"engram-anchor\0" + bytes.fromhex(chain_key)).hexdigest()
