@@ -36,7 +36,9 @@ class RmsNorm(Protocol):
 
 
 class AddRmsNorm(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Rotary(Protocol):

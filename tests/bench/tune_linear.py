@@ -24,7 +24,9 @@ SHAPES = {  # N x K of the models in bars.md
     "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072),
     "0.6B head": (151936, 1024), "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (24576, 4096),
     "8B down": (4096, 12288), "8B head": (151936, 4096), "llama gate_up": (28672, 4096), "llama down": (4096, 14336),
-    "llama head": (128256, 4096),
+    "llama head": (128256, 4096), "granite in": (6448, 1536), "granite out": (1536, 3072),
+    "granite shared in": (2048, 1536), "granite shared out": (1536, 1024), "granite router": (64, 1536),
+    "granite qkv": (2560, 1536), "granite o": (1536, 1536), "granite head": (100352, 1536),
 }  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -60,7 +62,7 @@ def skinny_candidates(rows: int, n: int, k: int) -> list[Skinny]:
         tiles = -(-n // bn)
         for split in (1, 2, 4, 8):
             programs = tiles * split
-            if k % bk or k // bk // split < 2 or (split > 1 and programs > 132 * 5) or programs < 60:
+            if k % bk or k // bk // split < 2 or (split > 1 and programs > 132 * 5) or programs < min(60, 8 * tiles):
                 continue
             found.append(Skinny(bm, bn, bk, split, bool(swap), stages, warps))
     return found

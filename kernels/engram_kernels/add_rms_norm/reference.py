@@ -7,10 +7,10 @@ from torch import Tensor
 from engram_kernels.rms_norm.reference import rms_norm
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [T, M], weight [M] -> (norm of the sum [T, M], the sum [T, M]).
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """x and residual [T, M], weight [M] -> (norm of the sum [T, M], the sum x * scale + residual [T, M]).
 
     The sum is rounded to x's dtype before it is normalised, as it would be without fusion.
     """
-    total = x + residual
+    total = (x if scale == 1.0 else x * scale) + residual
     return rms_norm(total, weight, eps), total

@@ -78,7 +78,7 @@ def _chunks(
             row = (q0 + at).to(tl.int64)
             inside = ((at >= 0) & (at < new))[:, None] & keep[None, :]
             value = tl.load(x + row[:, None] * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            if j < W - 1:
+            if (j < W - 1) and (t0 == 0):  # only a sequence's first block looks into the window
                 before = (at < 0)[:, None] & keep[None, :] & valid
                 old = tl.load(window + (c * (W - 1))[None, :] + (W - 1 + at)[:, None], mask=before, other=0.0)
                 value += old.to(x.dtype.element_ty).to(tl.float32)

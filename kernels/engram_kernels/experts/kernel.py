@@ -12,16 +12,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engram_kernels.launch import next_power_of_2
+from engram_kernels.launch import dependent_launch, next_power_of_2
 from engram_kernels.tuning import tuned
 
 SCAN = 1024
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, SCAN: tl.constexpr):
+def _count(ids, counts, pairs, SCAN: tl.constexpr, USE_PDL: tl.constexpr):
     """Program (expert): how many pairs chose it."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     e = tl.program_id(0)
     total = tl.zeros((SCAN,), tl.int32)
     for first in range(0, pairs, SCAN):
@@ -31,37 +35,55 @@ def _count(ids, counts, pairs, SCAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _place(ids, counts, order, tile_expert, pairs, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
-           SCAN: tl.constexpr):  # fmt: skip
-    """Program (expert): its pairs, in order, into its tiles of `order` (padded with `pairs`); its tiles' expert."""
+def _place(
+    ids, counts, order, tile_expert, pairs,
+    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, SCAN: tl.constexpr, FEW: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (expert): its pairs, in order, into its tiles of `order` (padded with `pairs`); its tiles' expert.
+
+    FEW: there are at most FEW pairs and every program counts all experts itself, which saves a launch; 0: many.
+    """
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     e = tl.program_id(0)
     others = tl.arange(0, EP)
-    tiles = (tl.load(counts + others, mask=others < E, other=0) + BM - 1) // BM
+    if FEW > 0:
+        i = tl.arange(0, FEW)
+        chosen = tl.load(ids + i, mask=i < pairs, other=-1)
+        each = tl.sum((chosen[None, :] == others[:, None]).to(tl.int32), 1)
+        tl.store(counts + others, each, mask=others == e)
+    else:
+        each = tl.load(counts + others, mask=others < E, other=0)
+    tiles = (each + BM - 1) // BM
     first_tile = tl.sum(tl.where(others < e, tiles, 0), 0)
     mine = tl.sum(tl.where(others == e, tiles, 0), 0)
-    count = tl.load(counts + e)
+    count = tl.sum(tl.where(others == e, each, 0), 0)
     for tile in range(first_tile, first_tile + mine):
         tl.store(tile_expert + tile, e)
     row = tl.arange(0, BM)
     if mine > 0:
         last = (first_tile + mine - 1) * BM
         tl.store(order + last + row, tl.zeros((BM,), tl.int32) + pairs, mask=last + row >= first_tile * BM + count)
-    found = 0
-    for first in range(0, pairs, SCAN):
-        i = first + tl.arange(0, SCAN)
-        hit = tl.load(ids + i, mask=i < pairs, other=-1) == e
-        rank = tl.cumsum(hit.to(tl.int32), 0)
-        tl.store(order + first_tile * BM + found + rank - 1, i, mask=hit)
-        found += tl.sum(hit.to(tl.int32), 0)
+        found = 0
+        for first in range(0, pairs, SCAN):
+            at = first + tl.arange(0, SCAN)
+            hit = tl.load(ids + at, mask=at < pairs, other=-1) == e
+            rank = tl.cumsum(hit.to(tl.int32), 0)
+            tl.store(order + first_tile * BM + found + rank - 1, at, mask=hit)
+            found += tl.sum(hit.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x, w, hidden, order, tile_expert, counts, pairs, x_stride,
     TOP: tl.constexpr, M: tl.constexpr, F: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): silu(gate) * up of BM pairs into hidden [places, F]."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     others = tl.arange(0, EP)
     used = tl.sum((tl.load(counts + others, mask=others < E, other=0) + BM - 1) // BM, 0)
@@ -91,9 +113,12 @@ def _gate_up(
 def _down(
     hidden, w, weights, out, order, tile_expert, counts, pairs,
     M: tl.constexpr, F: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): weighted outputs of BM pairs into out [pairs, M]."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     others = tl.arange(0, EP)
     used = tl.sum((tl.load(counts + others, mask=others < E, other=0) + BM - 1) // BM, 0)
@@ -117,8 +142,11 @@ def _down(
 
 
 @triton.jit
-def _sum(parts, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(parts, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """Program (token, part): sum over the token's choices, in order."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -149,15 +177,20 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty(tiles * bm, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    _count[(count,)](ids, counts, pairs, SCAN, num_warps=4)
-    _place[(count,)](ids, counts, order, tile_expert, pairs, count, padded, bm, SCAN, num_warps=4)
+    pdl = dependent_launch(x)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    few = max(16, next_power_of_2(pairs)) if pairs <= 256 else 0
+    scan = few or SCAN
+    if not few:
+        _count[(count,)](ids, counts, pairs, SCAN, pdl, num_warps=4, **kwargs)
+    _place[(count,)](ids, counts, order, tile_expert, pairs, count, padded, bm, scan, few, pdl, num_warps=4, **kwargs)
     _gate_up[(tiles, -(-inner // config["bn"]))](
         x, w_in, hidden, order, tile_expert, counts, pairs, x.stride(0), top, width, inner, count, padded, bm,
-        config["bn"], config["bk"], config["stages"], num_warps=config["warps"],
+        config["bn"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
     )  # fmt: skip
     _down[(tiles, -(-width // config["bn_down"]))](
         hidden, w_out, weights, parts, order, tile_expert, counts, pairs, width, inner, count, padded, bm,
-        config["bn_down"], config["bk"], config["stages"], num_warps=config["warps"],
+        config["bn_down"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
     )  # fmt: skip
-    _sum[(tokens, -(-width // 1024))](parts, y, width, top, 1024, num_warps=4)
+    _sum[(tokens, -(-width // 1024))](parts, y, width, top, 1024, pdl, num_warps=4, **kwargs)
     return y

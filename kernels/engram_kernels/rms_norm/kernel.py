@@ -17,7 +17,7 @@ from engram_kernels.launch import dependent_launch, next_power_of_2
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, y, total, rows, inner, x_outer, x_inner, r_stride, eps,
+    x, residual, weight, y, total, rows, inner, x_outer, x_inner, r_stride, eps, scale,
     M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of M. Row r of x starts at (r // inner) * x_outer + (r % inner) * x_inner; y and total are dense."""
@@ -33,32 +33,36 @@ def _norm(
     at = ((r64 // inner) * x_outer + (r64 % inner) * x_inner)[:, None] + m[None, :]
     value = tl.load(x + at, mask=keep, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(residual + r64[:, None] * r_stride + m[None, :], mask=keep, other=0.0).to(tl.float32)
+        value = value * scale + tl.load(residual + r64[:, None] * r_stride + m[None, :], mask=keep, other=0.0).to(
+            tl.float32
+        )
         # Rounded before the norm, as without fusion.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + r64[:, None] * M + m[None, :], rounded, mask=keep)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=1) / M + eps)
-    out = value * scale[:, None] * w[None, :]
+    norm = tl.rsqrt(tl.sum(value * value, axis=1) / M + eps)
+    out = value * norm[:, None] * w[None, :]
     tl.store(y + r64[:, None] * M + m[None, :], out.to(y.dtype.element_ty), mask=keep)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension: x [..., M] (up to two strided leading dimensions), weight [M]; as the reference."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, y, None, eps)
+    _launch(x, None, weight, y, None, eps, 1.0)
     return y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual), both [T, M] and new; as the reference."""
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, the sum x * scale + residual), both [T, M] and new; as the reference."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, y, total, eps)
+    _launch(x, residual, weight, y, total, eps, scale)
     return y, total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float) -> None:
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float, scale: float
+) -> None:
     width = x.shape[-1]
     rows = x.numel() // width if width else 0
     if not rows:
@@ -75,7 +79,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total
     pdl = dependent_launch(x)
     _norm[(-(-rows // together),)](
         x, x if residual is None else residual, weight, y, y if total is None else total, rows, inner, x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0, 0 if residual is None else residual.stride(0), eps,
+        x.stride(1) if x.dim() == 3 else 0, 0 if residual is None else residual.stride(0), eps, scale,
         width, block, together, residual is not None, pdl,
         num_warps=min(8, max(1, block * together // 512)), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

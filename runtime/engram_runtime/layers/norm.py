@@ -21,9 +21,9 @@ class RMSNorm(nn.Module):
         """[T, size] -> [T, size]."""
         return self._rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), each [T, size]."""
-        return self._add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum x * scale + residual), each [T, size]."""
+        return self._add_rms_norm(x, residual, self.weight, self.eps, scale)
 
     def targets(self, key: str) -> Targets:
         """The target of `{key}.weight`."""

@@ -83,7 +83,9 @@ class CausalLM(nn.Module):
         for layer in self.layers:
             x, residual = layer(x, residual, step, caches)
         assert residual is not None  # there is at least one layer
-        hidden, _ = self.norm.add(x, residual)
+        last = self.layers[-1]
+        assert isinstance(last, DecoderLayer)
+        hidden, _ = self.norm.add(x, residual, last.residual_scale)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from engram_runtime.models.caches import Caches
 
 
 class DecoderLayer(nn.Module):
-    """cache_index: number of this layer among the layers of its kind. residual_scale: multiplies each contribution."""
+    """cache_index: number of this layer among the layers of its kind. residual_scale: multiplies each
+    contribution where it is added, in this layer, the next one, or the final norm."""
 
     def __init__(
         self,
@@ -40,13 +41,10 @@ class DecoderLayer(nn.Module):
         if residual is None:
             h, residual = self.input_norm(x), x
         else:
-            h, residual = self.input_norm.add(x, residual)
+            h, residual = self.input_norm.add(x, residual, self.residual_scale)
         if isinstance(self.mixer, Attention):
             mixed = self.mixer(h, step.whole, caches.kv[self.cache_index])
         else:
             mixed = self.mixer(h, step, *caches.state(self.cache_index))
-        h, residual = self.post_norm.add(self._scaled(mixed), residual)
-        return self._scaled(self.feed_forward(h)), residual
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
+        h, residual = self.post_norm.add(mixed, residual, self.residual_scale)
+        return self.feed_forward(h), residual

@@ -33,6 +33,8 @@ def test_rms_norm_of_heads_inside_a_wider_row() -> None:
 
 def test_add_rms_norm_rounds_the_sum_first() -> None:
     x, residual, weight = torch.randn(3, 40).half(), torch.randn(3, 40).half(), torch.randn(40).half()
+    _, scaled = add_rms_norm(x, residual, weight, 1e-5, 0.5)
+    assert relative_error(scaled, x * 0.5 + residual) < 1e-3
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert relative_error(normed, rms_norm_reference(x + residual, weight, 1e-5)) < 1e-3
