@@ -56,6 +56,8 @@ class Site:
     counted: Counted = field(default_factory=Counted)
     config: dict[str, Any] = field(default_factory=dict)
     """Further fields of EngineConfig."""
+    snapshots: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SnapshotConfig."""
     core: LLMEngine = field(init=False)
     engine: AsyncLLMEngine = field(init=False)
 
@@ -72,9 +74,9 @@ class Site:
         self.close()
         self._runner.close()
 
-    def start(self, **snapshots: Any) -> None:
-        """A new engine over what the folders hold. Keywords replace fields of SnapshotConfig."""
-        values: dict[str, Any] = {"tenant_key": KEY, "gc_interval_seconds": 0, **snapshots}
+    def start(self) -> None:
+        """A new engine over what the folders hold."""
+        values: dict[str, Any] = {"tenant_key": KEY, "gc_interval_seconds": 0, **self.snapshots}
         if self.tier == "disk":
             values["disk_path"] = self.folder / "disk"
         if self.tier == "store":
@@ -97,19 +99,19 @@ class Site:
     def close(self) -> None:
         self._runner.run(self.engine.aclose())
 
-    def restart(self, **snapshots: Any) -> None:
+    def restart(self) -> None:
         """All that a process holds is gone: device caches, host tier, indexes, what it knew of snapshots."""
         self.settle()
         self.close()
-        self.start(**snapshots)
+        self.start()
 
-    def evict(self, **snapshots: Any) -> None:
+    def evict(self) -> None:
         """Empty everything above the tier."""
         if self.tier == "host":
             self.settle()
             self.flood()
         elif self.tier != "gpu":
-            self.restart(**snapshots)
+            self.restart()
 
     def flood(self) -> None:
         """Strangers need every block and every state slot of the device, until nothing older is left."""

@@ -39,11 +39,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture
 def make_site(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Callable[..., Site]]:
-    """make_site(kind, tier, folder=..., **EngineConfig fields): closed when the test ends."""
+    """make_site(kind, tier, folder=..., snapshots={...}, **EngineConfig fields): closed when the test ends."""
     with ExitStack() as stack:
 
-        def make(kind: str, tier: str, folder: Path | None = None, **config: Any) -> Site:
-            return stack.enter_context(Site(checkpoint(kind), tier, folder or tmp_path, config=config))
+        def make(
+            kind: str, tier: str, folder: Path | None = None, snapshots: dict[str, Any] | None = None, **config: Any
+        ) -> Site:
+            site = Site(checkpoint(kind), tier, folder or tmp_path, config=config, snapshots=snapshots or {})
+            return stack.enter_context(site)
 
         yield make
 
