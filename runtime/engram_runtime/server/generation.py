@@ -98,6 +98,9 @@ async def outputs(state: ServerState, loaded: Loaded, job: Job) -> AsyncGenerato
         finally:
             if running > 0:
                 loaded.engine.abort(job.request_id)
+            close = getattr(stream, "aclose", None)
+            if close is not None:  # at once, not when it is collected
+                await close()
 
 
 async def merged(streams: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:

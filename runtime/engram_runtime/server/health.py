@@ -36,6 +36,7 @@ async def startup(request: Request) -> JSONResponse:
     return _answer(state.loaded is not None, state.admission.phase, state.admission.reason)
 
 
+@router.get("", response_model=Health, include_in_schema=False)
 @router.get("/ready", response_model=Health)
 async def ready(request: Request) -> JSONResponse:
     """200 while new turns are welcome."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -31,6 +32,7 @@ log = logging.getLogger("engram.server")
 LoadEngine = Callable[[], "AsyncLLMEngine"]
 FAILED = 1
 KILLED = 130
+KILL_SECONDS = 5.0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -64,17 +66,25 @@ class Server:
         return first, second
 
     def stop(self) -> None:
-        """As a signal does: drain first, the second time end at once."""
+        """Drain; the second time, end at once."""
         if self._stop.is_set():
             self._kill.set()
         else:
             self._stop.set()
 
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            # Whatever the engine's threads are doing then, the process is gone after this.
+            last = threading.Timer(KILL_SECONDS, os._exit, (KILLED,))
+            last.daemon = True
+            last.start()
+        self.stop()
+
     async def run(self, *, signals: bool = True) -> int:
         loop = asyncio.get_running_loop()
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop)
+                loop.add_signal_handler(number, self._signalled)
         servers = [_uvicorn(app, self.config) for app in (public_app(self.state), admin_app(self.state))]
         tasks = [
             asyncio.create_task(server.serve(sockets=[sock]))
