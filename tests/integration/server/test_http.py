@@ -109,6 +109,18 @@ def test_tokens_arrive_as_they_are_made(slow):
     assert times[-1] - times[1] > 0.3
 
 
+def test_answers_do_not_wait_for_acknowledgements(quick):
+    """Nagle's algorithm with delayed acknowledgements would add 40 ms to every answer on a kept connection."""
+    running, _ = quick
+    seconds = []
+    with httpx.Client(base_url=running.url) as client:
+        for _ in range(20):
+            started = time.perf_counter()
+            client.get("/health/live")
+            seconds.append(time.perf_counter() - started)
+    assert min(seconds[1:]) < 0.03
+
+
 def test_pipelined_keep_alive(quick):
     """One connection serves request after request, plain and streamed."""
     running, _ = quick
