@@ -89,7 +89,6 @@ class Boundaries:
             raise ValueError("turn: a request without one has no identity")
         match = request.first.match
         marks = [mark for _, mark in match.marks] if match is not None else []
-        parent = next((mark.snapshot_id for mark in marks if mark.snapshot_id is not None), None)
         if turn.conversation_id is None:
             base = next((mark for mark in marks if mark.boundary in COMPLETED), None)
             conversation = base.conversation_id if base is not None else new_id()
@@ -97,6 +96,9 @@ class Boundaries:
         else:
             conversation, branch = turn.conversation_id, turn.branch_name
             base = next((mark for mark in marks if mark.conversation_id == conversation), None)
+        # A shared system prompt makes no kinship: only the conversation's own snapshots, or the one that was named.
+        kin = (m.snapshot_id for m in marks if m.conversation_id == conversation or m.snapshot_id == turn.restore_from)
+        parent = next((snapshot for snapshot in kin if snapshot is not None), None)
         number = turn.turn_number
         newest, newest_snapshot = self._newest.get((turn.tenant, conversation, branch), (0, None))
         if number is None and base is not None:

@@ -221,6 +221,21 @@ def test_a_new_conversation_with_the_same_system_prompt_is_not_the_old_one(bench
     assert len(ids) == 3
 
 
+def test_a_snapshot_descends_from_its_own_conversation_or_from_the_one_that_was_named(bench: Make, states: int) -> None:
+    one = bench(states=states, snapshots=True, blocks=128)
+    assert one.snapshots is not None
+    first, tokens = run_turn(one, SYSTEM, [1, 2, 3], conversation_id="a")
+    second, _ = run_turn(one, tokens, [4], conversation_id="a")
+    run_turn(one, SYSTEM, [7, 8], conversation_id="b")
+    run_turn(one, tokens, [5], conversation_id="c", restore_from=report_of(first).snapshot_id)
+    one.after(GRACE)
+    ends = {capture.snapshot_id: capture for capture in one.snapshots.saved if capture.boundary == "turn_end"}
+    parents = [(c.conversation_id, c.parent_id) for c in ends.values()]
+    named = report_of(first).snapshot_id
+    assert parents == [("a", None), ("a", named), ("b", None), ("c", named)]
+    assert ends[report_of(second).snapshot_id or ""].turn_number == 2
+
+
 def test_the_turn_number_goes_on_when_the_context_was_cut(bench: Make) -> None:
     one = bench(snapshots=True)
     run_turn(one, SYSTEM, [1, 2, 3], conversation_id="c")
