@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
+from engram_kernels.causal_conv1d.kernel import causal_conv1d
+from engram_kernels.copy_state.kernel import copy_state
 from engram_kernels.embedding.kernel import embedding
+from engram_kernels.experts.kernel import experts
+from engram_kernels.gated_rms_norm.kernel import gated_rms_norm
+from engram_kernels.gather_kv.kernel import gather_kv
 from engram_kernels.launch import multiprocessors
 from engram_kernels.linear.kernel import linear, plan
 from engram_kernels.logits.kernel import logits
@@ -24,8 +29,14 @@ from engram_kernels.metadata import SamplingTensors
 from engram_kernels.paged_attention import kernel as attention
 from engram_kernels.rms_norm.kernel import add_rms_norm
 from engram_kernels.rope_append.kernel import rope_append
+from engram_kernels.route.kernel import route
 from engram_kernels.sample.kernel import sample
+from engram_kernels.scatter_kv.kernel import scatter_kv
 from engram_kernels.silu_and_mul.kernel import silu_and_mul
+from engram_kernels.ssd_scan.kernel import ssd_scan
+from engram_kernels.ssd_scan.reference import ssd_scan as ssd_scan_reference
+from engram_kernels.state_update.kernel import state_update
+from engram_kernels.state_update.reference import state_update as state_update_reference
 from tests.bench.gpu_timing import COPY_TBS, MATMUL_TFLOPS, save, time_us
 from tests.support.kernel_cases import attention_fp64, make_step, relative_error
 
@@ -203,8 +214,113 @@ def sampling() -> list[Row]:
     return rows
 
 
+def state_space() -> list[Row]:
+    """Granite-4.0-H-tiny's recurrent layer: state update, scan, convolution, gated norm."""
+    rows = []
+    heads, channels, size, conv = 48, 64, 128, 3328
+
+    def operands(tokens: int) -> tuple[torch.Tensor, ...]:
+        return (
+            _random(tokens, heads, channels), _random(tokens, heads), -torch.rand(heads, device="cuda") * 4 - 0.1,
+            _random(tokens, 1, size), _random(tokens, 1, size), torch.randn(heads, device="cuda"),
+            torch.randn(heads, device="cuda"),
+        )  # fmt: skip
+
+    for batch in (1, 8, 64, 256):
+        sets = max(2, min(24, 512 // batch))
+        state = torch.randn(batch * sets + 2, heads, channels, size, device="cuda")
+        meta, _ = make_step([(1, 100)] * batch, device="cuda")
+        order = torch.randperm(batch * sets, device="cuda")
+        steps = [
+            dataclasses.replace(meta, state_slots=order[i * batch : (i + 1) * batch].contiguous()) for i in range(sets)
+        ]
+        small = operands(batch)
+        before, check = state.clone(), steps[0]
+        out = state_update(*small, state, check)  # type: ignore[arg-type]
+        exact = state_update_reference(*(t.float() for t in small), before, check)  # type: ignore[arg-type]
+        us = time_us([lambda m=m, s=small, st=state: state_update(*s, st, m) for m in steps])
+        moved = 2 * batch * heads * channels * size * 4
+        rows.append(_memory_row(f"state_update batch {batch}", us, moved, error=round(relative_error(out, exact), 5)))
+    for name, seqs in (("8192", [(8192, 8192)]), ("40", [(40, 2540)]), ("16 x 512", [(512, 512)] * 16)):
+        meta, _ = make_step(seqs, device="cuda")
+        small = operands(meta.num_tokens)
+        state = torch.randn(len(seqs) + 2, heads, channels, size, device="cuda")
+        before = state.clone()
+        out = ssd_scan(*small, state, meta, 256)  # type: ignore[arg-type]
+        exact = ssd_scan_reference(*(t.float() for t in small), before, meta, 256)  # type: ignore[arg-type]
+        us = time_us([lambda m=meta, s=small, st=state: ssd_scan(*s, st, m, 256)], 10.0)
+        moved = (
+            meta.num_tokens * (2 * heads * channels + 2 * size + heads) * 2
+            + 2 * len(seqs) * heads * channels * size * 4
+        )
+        rows.append(_memory_row(f"ssd_scan {name}", us, moved, error=round(relative_error(out, exact), 5)))
+        x, weight, bias = _random(meta.num_tokens, 6448)[:, 3072:6400], _random(conv, 4), _random(conv)
+        window = _random(len(seqs) + 2, conv, 3)
+        us = time_us([lambda m=meta, x=x, w=weight, b=bias, c=window: causal_conv1d(x, w, b, c, m)], 10.0)
+        rows.append(_memory_row(f"causal_conv1d {name}", us, 2 * meta.num_tokens * conv * 2))
+        gate, scale = _random(meta.num_tokens, 6448)[:, :3072], _random(3072)
+        wide = _random(meta.num_tokens, 3072)
+        us = time_us([lambda x=wide, g=gate, s=scale: gated_rms_norm(x, g, s, 1e-5)])
+        rows.append(_memory_row(f"gated_rms_norm {name}", us, 3 * meta.num_tokens * 3072 * 2))
+    return rows
+
+
+def mixture() -> list[Row]:
+    """Routing and experts of Granite-4.0-H-tiny (64 experts, 6 a token); floor: weights of the experts reached."""
+    rows = []
+    count, width, inner, top = 64, 1536, 512, 6
+    w_in, w_out = _random(count, 2 * inner, width, scale=0.03), _random(count, width, inner, scale=0.03)
+    for tokens in (1, 8, 64, 512, 2048, 8192):
+        x, router = _random(tokens, width), _random(tokens, count)
+        weights, ids = route(router, top, "softmax_topk", True)
+        us = time_us([lambda r=router: route(r, top, "softmax_topk", True)])
+        rows.append(_memory_row(f"route {tokens}", us, tokens * count * 2))
+        us = time_us([lambda x=x, w=weights, i=ids: experts(x, w_in, w_out, w, i)], 10.0)
+        reached = len(ids.unique())
+        flops = 6 * tokens * top * width * inner
+        row = _memory_row(f"experts {tokens}", us, reached * 3 * width * inner * 2 + 2 * tokens * width * 2)
+        rows.append({**row, "tflops": round(flops / us / 1e6, 1)})
+    return rows
+
+
+def copies() -> list[Row]:
+    """Snapshot gather and scatter of Qwen3-8B's and Granite's keys and values, and a state copy."""
+    rows = []
+    for name, layers, heads, tokens in (
+        ("Qwen3-8B", 36, 8, 100), ("Qwen3-8B", 36, 8, 4096), ("Qwen3-8B", 36, 8, 16384),
+        ("Granite-tiny", 4, 4, 100), ("Granite-tiny", 4, 4, 65536),
+    ):  # fmt: skip
+        blocks = tokens // 16 + 1
+        pools = [_random(2, blocks + 50, heads, 16, 128) for _ in range(layers)]
+        table = torch.randperm(blocks + 50, device="cuda")[:blocks].int()
+        packed = gather_kv(pools, table, 3, tokens)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for label, call in (
+            ("gather_kv", lambda p=pools, b=table, t=tokens: gather_kv(p, b, 3, t)),
+            ("scatter_kv", lambda p=pools, b=table, k=packed: scatter_kv(k, p, b, 3)),
+        ):
+            times = []
+            for _ in range(12):
+                torch.cuda.synchronize()
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end) * 1e3)
+            moved = 2 * packed.numel() * 2
+            rows.append(_memory_row(f"{label} {name} {tokens} tokens, launch included", sorted(times)[6], moved))
+        del pools
+    ssm = torch.randn(6, 36, 48, 64, 128, device="cuda")
+    conv = _random(6, 36, 3328, 3)
+    src, dst = torch.tensor([0], device="cuda"), torch.tensor([3], device="cuda")
+    us = time_us([lambda: copy_state(ssm, conv, src, dst)])
+    rows.append(_memory_row("copy_state Granite-tiny, one slot", us, 2 * (ssm[0].numel() * 4 + conv[0].numel() * 2)))
+    return rows
+
+
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "decode": decode, "prefill": prefill, "linear": linear_layers, "small": small, "sample": sampling,
+    "state": state_space, "moe": mixture, "kv": copies,
 }  # fmt: skip
 
 
