@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from engram_runtime.server.encoding import IncrementalEncoder
 from engram_runtime.server.errors import ApiError, invalid
 from engram_runtime.server.positions import Encoded, Encoding, PrefixFinder, anchor_candidates
 from engram_runtime.server.protocol.chat import Message
@@ -119,6 +120,7 @@ class ChatRenderer:
         # No token is longer than this, so a longer text cannot fit, and need not be tokenised to know it.
         longest = max((len(piece) for piece in self._backend.get_vocab()), default=1)
         self._max_chars = (max_model_len + 1) * longest
+        self._encoder = IncrementalEncoder(self._encode, self._separators)
         self._timeout = timeout_seconds
         self._on_boundary_error = on_boundary_error
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="engram-render")
@@ -150,7 +152,7 @@ class ChatRenderer:
         if chat.tools and text == self._text(replace(chat, tools=())):
             raise invalid("tools", "tools cannot be shown to this model: its chat template does not render them")
         self._check_length(text)
-        encoded = Encoded.of(text, self._encode)
+        encoded = self._encoder.encode(text)
         if not encoded.ids:
             raise invalid("messages", "messages render to an empty prompt")
         finder = PrefixFinder(encoded, self._encode, self._separators)
@@ -160,6 +162,7 @@ class ChatRenderer:
             [(str(message["role"]), str(message["content"])) for message in chat.messages],
             user_start=boundaries.get("user_start"),
             history=boundaries.get("history"),
+            separators=self._separators,
         )
         return Prompt(encoded, boundaries, candidates)
 

@@ -74,7 +74,7 @@ class PrefixFinder:
 
     def with_main(self, text: str) -> int:
         """Length of the common prefix of the main ids and the ids of `text`."""
-        cut = self._cut(common_prefix(self._main.text, text))
+        cut = self.cut(common_prefix(self._main.text, text))
         return cut + common_prefix(self._main.ids[cut:], self._tail(text, cut))
 
     def of_two(self, first: str, second: str) -> tuple[int, list[int]]:
@@ -82,7 +82,7 @@ class PrefixFinder:
         shared = min(
             common_prefix(first, second), common_prefix(self._main.text, first), common_prefix(self._main.text, second)
         )
-        cut = self._cut(shared)
+        cut = self.cut(shared)
         one, two = self._tail(first, cut), self._tail(second, cut)
         length = common_prefix(one, two)
         return cut + length, self._main.ids[:cut] + one[:length]
@@ -91,7 +91,7 @@ class PrefixFinder:
         start = self._main.starts[cut] if cut else 0
         return list(self._encode(text[start:]).ids)
 
-    def _cut(self, shared: int) -> int:
+    def cut(self, shared: int) -> int:
         """Index of the last separator token that lies wholly in the first `shared` characters; 0 when there is none."""
         main = self._main
         for index in range(main.tokens_before(shared) - 1, 0, -1):
@@ -104,7 +104,12 @@ class PrefixFinder:
 
 
 def anchor_candidates(
-    main: Encoded, messages: Sequence[tuple[str, str]], *, user_start: int | None, history: int | None
+    main: Encoded,
+    messages: Sequence[tuple[str, str]],
+    *,
+    user_start: int | None,
+    history: int | None,
+    separators: frozenset[int] = frozenset(),
 ) -> tuple[int, ...]:
     """Token positions at which earlier turns may have left an anchor, most promising first.
 
@@ -122,6 +127,7 @@ def anchor_candidates(
     add(user_start)
     limit = len(main.text)
     suffix: str | None = None
+    header = _user_header(main, user_start or 0, separators)
     for role, content in reversed(messages):
         if len(found) >= MAX_CANDIDATES:
             break
@@ -137,7 +143,19 @@ def anchor_candidates(
             if suffix and main.text.startswith(suffix, end):
                 add(main.tokens_before(end + len(suffix)))
             add(main.tokens_before(start))
+            # A result that is rendered inside a user's turn: a reply that was only text was followed up as for a user.
+            opened = main.text.rfind(header, 0, start) if role == "tool" and header else -1
+            if opened >= 0:
+                add(main.tokens_before(opened + len(header)))
         elif role == "assistant":
             add(main.tokens_before(end))
         limit = start
     return tuple(found)[:MAX_CANDIDATES]
+
+
+def _user_header(main: Encoded, user_start: int, separators: frozenset[int]) -> str:
+    """What the template writes between the last special token and a user's words, that token included."""
+    for index in range(user_start - 1, -1, -1):
+        if main.ids[index] in separators:
+            return main.text[main.starts[index] : main.starts[user_start]]
+    return ""

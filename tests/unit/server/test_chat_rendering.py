@@ -8,6 +8,7 @@ from datetime import datetime
 import pytest
 
 from engram_runtime.server.chat import PROBES, Chat, ChatRenderer, canonical
+from engram_runtime.server.encoding import IncrementalEncoder
 from engram_runtime.server.errors import ApiError
 from engram_runtime.server.positions import common_prefix
 from engram_runtime.server.protocol.chat import Message
@@ -158,6 +159,7 @@ def test_two_hundred_messages_cost_little_more_than_one_encode():
         return whole(text)
 
     made._encode = counting
+    made._encoder = IncrementalEncoder(counting, made._separators)
     prompt = made.render(chat)
     made.locate_next_history(chat, prompt, assistant("Yes."))
     assert encodes[0] > 180_000
