@@ -32,10 +32,13 @@ START_SECONDS = 60
 
 
 @contextmanager
-def running_moto() -> Iterator[S3Server]:
+def running_moto(*, signed: bool = True) -> Iterator[S3Server]:
+    """Unsigned: a proxy may change requests on the way."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(UNSIGNED_REQUESTS), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if signed:
+        environment["INITIAL_NO_AUTH_ACTION_COUNT"] = str(UNSIGNED_REQUESTS)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.moto_server", str(port)],
         cwd=ROOT,
@@ -45,7 +48,7 @@ def running_moto() -> Iterator[S3Server]:
     )
     try:
         _wait(url, process)
-        access_key, secret_key = _make_user(url)
+        access_key, secret_key = _make_user(url) if signed else ("unchecked", "unchecked")
         yield S3Server(url, access_key, secret_key, "moto")
     finally:
         process.terminate()

@@ -153,7 +153,7 @@ def _of_response(response: dict[str, Any]) -> Failure:
     wait = _seconds(headers.get("retry-after", ""))
     if code in _MISSING or (status == 404 and code in ("404", "NotFound", "")):
         return Failure(Kind.MISSING, "NotFound", message)
-    if code in _CONDITION or status == 412:
+    if code in _CONDITION or status in (304, 412):  # 304: as GET would say it, seen for PUT
         return Failure(Kind.CONDITION, "Conflict", message)
     if code in _CONTENDED or (status == 409 and code not in _FINAL):
         return Failure(Kind.CONTENDED, "Conflict", message)

@@ -8,6 +8,7 @@ refused, and the object is read afterwards. What is missing but replaceable is n
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from engram_runtime.snapshots.io.store import StoreUnavailable
 
 FIRST, SECOND, RACER = b"first of the probe", b"second of the probe", b"racer "
 RACERS = 4
+CLEAN_SECONDS = 2.0
 STALE = '"00000000000000000000000000000000"'
 
 
@@ -85,9 +87,10 @@ class Prober:
             version_delete = versioned and self._delete_version(key, answer["VersionId"])
             bulk_delete = self._bulk_delete([key, other, raced])
         finally:
-            for name in (key, other, raced):
-                with suppress(SnapshotError):
-                    self._delete(name)
+            deadline = time.monotonic() + CLEAN_SECONDS  # of all: where writing failed, deleting will
+            with suppress(SnapshotError):
+                for name in (key, other, raced):
+                    self._delete(name, deadline)
         return Capabilities(
             if_none_match,
             if_match or bare_tags,
@@ -191,7 +194,7 @@ class Prober:
         except StoreUnavailable as error:
             _raise_unless_unsupported(error)
             return False
-        self._delete(key)
+        self._delete(key, None)
         return False
 
     def _multipart(self, key: str) -> tuple[bool, bool]:
@@ -244,11 +247,11 @@ class Prober:
                 continue
         return True
 
-    def _delete(self, key: str) -> None:
-        self._request("delete", lambda s3: s3.delete_object(Bucket=self._bucket, Key=key))
+    def _delete(self, key: str, deadline: float | None) -> None:
+        self._request("delete", lambda s3: s3.delete_object(Bucket=self._bucket, Key=key), deadline)
 
-    def _request(self, action: str, request: Callable[[Any], Any]) -> Any:
-        return self._connection.call(action, self._folder, lambda attempt: request(attempt.client))
+    def _request(self, action: str, request: Callable[[Any], Any], deadline: float | None = None) -> Any:
+        return self._connection.call(action, self._folder, lambda attempt: request(attempt.client), deadline=deadline)
 
 
 def condition_tag(tag: str, bare: bool) -> str:
