@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import httpx
@@ -34,7 +34,11 @@ class Api:
         self.state = ServerState.of(ServerConfig(**{"served_model_name": NAME, **config}))
         self.state.attach(self.engine)
         self.http = self._client(public_app(self.state), client)
-        self.admin = self._client(admin_app(self.state), client)
+        self._from = client
+
+    @cached_property
+    def admin(self) -> httpx.AsyncClient:
+        return self._client(admin_app(self.state), self._from)
 
     @staticmethod
     def _client(app: Any, client: str) -> httpx.AsyncClient:

@@ -9,8 +9,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.server.conftest import Api
+
 HUGE = 10**30
 USER = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return Api()
+
+
+@pytest.fixture
+def api(shared):
+    """One application for the whole table: a request that is refused leaves nothing behind."""
+    shared.engine.requests.clear()
+    return shared
 
 
 def deep(levels: int) -> Any:
