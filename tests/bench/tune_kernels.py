@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engram_kernels.experts import kernel as experts_kernel
+from engram_kernels.experts.reference import experts as experts_reference
 from engram_kernels.paged_attention import kernel as attention
 from engram_kernels.route.reference import route
 from engram_kernels.ssd_scan import kernel as scan_kernel
@@ -38,7 +39,7 @@ def search(module: Any, configs: list[Config], cases: dict[str, Case], limit: fl
     expected = {name: reference() for name, (_, reference, _) in cases.items()}
     try:
         for number, config in enumerate(configs):
-            module.tuned = lambda op, shape, config=config: config
+            module.tuned = lambda op, shape, config=config: {"tokens": 0, **config}
             found = {}
             for name, (checked, _, calls) in cases.items():
                 try:
@@ -207,12 +208,35 @@ def experts() -> Config:
 DECODES = {
     "tiny": (1, (512, 2048, 8192)), "small": (8, (512, 2048)), "medium": (64, (512, 2048)), "large": (256, (512, 1500)),
 }  # fmt: skip
+
+
+def direct() -> Config:
+    count, width, inner, top = 64, 1536, 512, 6
+    w_in = torch.randn(count, 2 * inner, width, device="cuda", dtype=BF16) * 0.03
+    w_out = torch.randn(count, width, inner, device="cuda", dtype=BF16) * 0.03
+    cases = {}
+    for tokens in (1, 2, 4, 8):
+        sets = []
+        for _ in range(16):  # other experts each time, or the L2 keeps their weights
+            x = torch.randn(tokens, width, device="cuda", dtype=BF16)
+            sets.append((x, *route(torch.randn(tokens, count, device="cuda"), top, "softmax_topk", True)))
+        calls = [lambda s=s: experts_kernel.experts(s[0], w_in, w_out, s[1], s[2]) for s in sets]
+        reference = functools.partial(experts_reference, sets[0][0], w_in, w_out, *sets[0][1:])
+        cases[str(tokens)] = (calls[0], reference, calls)
+    names = ("tokens", "bn", "bn_down", "warps")
+    grouped = {"tokens": 0, "bm": 16, "bn": 32, "bn_down": 64, "bk": 128, "stages": 4, "warps": 4}
+    shapes = itertools.product((8,), (2, 4, 8), (4, 8, 16), (4, 8))
+    configs = [grouped, *(dict(zip(names, shape, strict=True)) for shape in shapes)]
+    return {"experts": {"size=direct": search(experts_kernel, configs, cases, 6e-3)}}
+
+
 PARTS: dict[str, Callable[[], Config]] = {
     **{f"decode-{size}": functools.partial(decode, size, *shape) for size, shape in DECODES.items()},
     "chunk": chunk,
     "prefill": prefill,
     "scan": scan,
     "experts": experts,
+    "direct": direct,
 }
 
 

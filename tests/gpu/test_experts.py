@@ -24,7 +24,7 @@ def test_route(tokens: int, count: int, top: int, mode: str) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 300, 2000])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 64, 300, 2000])
 @pytest.mark.parametrize(("count", "width", "inner", "top"), [(64, 1536, 512, 6), (128, 2048, 768, 8), (8, 96, 80, 2)])
 def test_experts(tokens: int, count: int, width: int, inner: int, top: int) -> None:
     x = torch.randn(tokens, width, device="cuda").to(BF16)

@@ -3,7 +3,8 @@
 Every (token, choice) pair gets a place in a list sorted by expert and padded per expert to whole row tiles, so that
 each tile of a product reads one expert's weights. The list is built by one program per expert that scans the choices
 twice: no sort, no atomics (results do not depend on timing), nothing waits for the device. Gate and up are computed
-side by side in one program and leave as silu(gate) * up. Sources: vLLM's fused_moe and its H200 tile choices.
+side by side in one program and leave as silu(gate) * up. A handful of tokens takes the shorter way of `direct.py`.
+Sources: vLLM's fused_moe and its H200 tile choices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engram_kernels.experts.direct import down_tokens, gate_up_pairs
 from engram_kernels.launch import dependent_launch, next_power_of_2
 from engram_kernels.tuning import tuned
 
@@ -166,6 +168,20 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.float().contiguous()
+    pdl = dependent_launch(x)
+    kwargs = {"launch_pdl": True} if pdl else {}
+    direct = tuned("experts", {"size": "direct"})
+    if tokens <= direct["tokens"] and width <= 8192:
+        hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+        gate_up_pairs[(pairs, -(-inner // direct["bn"]))](
+            x, w_in, hidden, ids, x.stride(0), top, width, next_power_of_2(width), inner, direct["bn"], pdl,
+            num_warps=direct["warps"], **kwargs,
+        )  # fmt: skip
+        down_tokens[(tokens, -(-width // direct["bn_down"]))](
+            hidden, w_out, weights, ids, y, top, width, inner, next_power_of_2(inner), direct["bn_down"], pdl,
+            num_warps=direct["warps"], **kwargs,
+        )  # fmt: skip
+        return y
     per_expert = pairs / count
     size = "decode" if per_expert <= 16 else "chunk" if per_expert <= 96 else "prefill"
     config = tuned("experts", {"size": size})
@@ -177,8 +193,6 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty(tiles * bm, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    pdl = dependent_launch(x)
-    kwargs = {"launch_pdl": True} if pdl else {}
     few = max(16, next_power_of_2(pairs)) if pairs <= 256 else 0
     scan = few or SCAN
     if not few:

@@ -29,7 +29,7 @@ def test_route_refuses_what_the_reference_refuses() -> None:
         route(torch.zeros(1, 4), 2, "other", False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 140])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 140])
 def test_experts(tokens: int) -> None:
     x = torch.randn(tokens, 40)
     w_in, w_out = torch.randn(6, 48, 40) * 0.2, torch.randn(6, 40, 24) * 0.2
