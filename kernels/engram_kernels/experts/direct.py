@@ -2,7 +2,7 @@
 
 At one token the grouped form spends more time on four short launches than on reading weights. Here gate and up of a
 pair are dot products over whole weight rows, and the down projection of a token adds its experts in one program, in
-order. A weight that two tokens share is read twice (the second time from the L2), so this is for a handful of tokens only.
+order. A weight that two tokens share is read twice (the second time from the L2): for a handful of tokens only.
 """
 
 from __future__ import annotations
