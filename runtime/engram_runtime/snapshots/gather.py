@@ -111,6 +111,7 @@ def _reusable(shared: Shared, parent: Record | None, chain: TokenChain) -> tuple
     if parent is None or not shared.layout.kv_layers:
         return (), 0
     common = common_prefix(parent.tokens, chain.tokens)
+    shared.sources.vouch(parent.space, parent.manifest, shared.live_seconds)
     found = []
     for ref in parent.manifest.pieces:
         if ref.start >= common or not shared.sources.exists(parent.space, ref, shared.live_seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from engram_runtime.errors import SnapshotError
 from engram_runtime.snapshots.catalogue import Catalogue, Record
@@ -12,7 +13,7 @@ from engram_runtime.snapshots.io import digest, files, format
 from engram_runtime.snapshots.io.host_tier import HostTier, ItemKey
 from engram_runtime.snapshots.policy.identity import TokenChain
 from engram_runtime.snapshots.policy.keys import Space
-from engram_runtime.snapshots.policy.manifest import PieceRef, parse_json_object
+from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef, parse_json_object
 from engram_runtime.snapshots.tiers import Tier
 from engram_runtime.snapshots.types import StateLayout
 
@@ -43,6 +44,19 @@ class FileSources:
                 del self._held[space, kv.name]
             else:
                 self._held[space, kv.name] = (held, holders - 1)
+
+    def vouch(self, space: Space, manifest: Manifest, live_seconds: float) -> None:
+        """A snapshot that is there protects its files: one look at it instead of one at each of them."""
+        for tier in self._tiers:
+            repository = tier.repository
+            unseen = [key for key in map(space.kv, manifest.files()) if not repository.is_live(key, live_seconds)]
+            if not unseen:
+                continue
+            with suppress(SnapshotError), tier.reading():
+                repository.store.head(space.snapshot(manifest.snapshot_id))
+                for key in unseen:
+                    if not repository.is_damaged(key):
+                        repository.mark_live(key)
 
     def exists(self, space: Space, ref: PieceRef, live_seconds: float) -> bool:
         """Is the piece somewhere, for certain? Asked before a new snapshot relies on it."""

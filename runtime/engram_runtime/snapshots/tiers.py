@@ -177,6 +177,7 @@ class Tier:
         """Run writes; StoreUnavailable (also at once, while paused) is remembered and passed on."""
         with self._guarded(self.writes):
             yield
+        self.reads.succeeded()  # who takes a write can be asked again
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -177,3 +177,19 @@ def test_at_most_five_puts_a_turn(make_world: Callable[..., World], layout: str)
         assert puts <= 5
         parent = capture.snapshot_id
     assert world.service.counters().get("touches.store", 0) == 0
+
+
+def test_a_long_idle_conversation_looks_once(make_world: Callable[..., World]) -> None:
+    """The files of 20 turns are not touched one by one: the parent, still there, protects them all."""
+    world = make_world("dense", disk=False)
+    prompt = tokens(25 * 20)
+    parent = None
+    for turn in range(1, 21):
+        parent = world.save(prompt[: 25 * turn - 5], turn=turn, parent=parent).snapshot_id
+    world.service._shared.tiers[0].repository._live.clear()  # as after a quarter of the grace
+    before = world.service.counters()
+    world.save(prompt, turn=21, parent=parent)
+    after = world.service.counters()
+    assert after["puts.store"] - before["puts.store"] <= 5
+    assert after.get("touches.store", 0) == before.get("touches.store", 0)
+    assert after["heads.store"] - before.get("heads.store", 0) == 1
