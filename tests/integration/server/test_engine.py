@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import httpx
@@ -14,6 +15,7 @@ from engram_runtime.server.protocol.responses import ChatCompletion, Completion
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.support.serving import NAME, serving
 from tests.support.tiny import make_tiny
+from tests.unit.server.test_valid_requests import CHAT, TEXT
 
 FAMILIES = ("llama", "granite")
 TEXTS = ("Hello there", "Who wrote the book?", "And what is the capital of France?", "Thank you very much")
@@ -198,6 +200,65 @@ def complete(running, prompt="Bees are", **fields):
     answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return Completion.model_validate(answer.json())
+
+
+@pytest.fixture(scope="module")
+def with_tools(checkpoint):
+    with serving(engine(checkpoint("granite", "tools"), max_model_len=1024)) as running:
+        yield running
+
+
+def streamed(client, path, body):
+    """(text, finish reason) per choice, and usage, of a streamed answer."""
+    text, finish, usage = {}, {}, None
+    with client.stream(
+        "POST", path, json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    ) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]", lines[-1]
+    for chunk in map(json.loads, lines[:-1]):
+        usage = chunk["usage"] or usage
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            text[choice["index"]] = text.get(choice["index"], "") + piece
+            finish[choice["index"]] = choice["finish_reason"] or finish.get(choice["index"])
+    return [(text[index], finish[index]) for index in sorted(text)], usage
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_every_kind_of_chat_request(with_tools, name):
+    """The table of the unit tests, here with a real model: valid answers, and the same as a stream."""
+    fields = {key: value for key, value in CHAT[name].items() if key != "headers"}
+    body = {"max_tokens": 8, "messages": [user("Hello there")], **fields, "model": NAME}
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body["max_completion_tokens"]
+    if body.get("seed") is None:
+        body["temperature"] = 0
+    n = body.get("n") or 1
+    with httpx.Client(base_url=with_tools.url, timeout=60) as client:
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        plain = ChatCompletion.model_validate(answer.json())
+        assert plain.usage.prompt_tokens > 0
+        assert 0 < plain.usage.completion_tokens <= body["max_tokens"] * n
+        assert len(plain.choices) == n
+        if "prompt_logprobs" not in body:
+            choices, usage = streamed(client, "/v1/chat/completions", body)
+            assert choices == [(choice.message.content, choice.finish_reason) for choice in plain.choices]
+            assert usage["completion_tokens"] == plain.usage.completion_tokens
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_every_kind_of_completion_request(with_tools, name):
+    body = {"max_tokens": 8, "prompt": "Hello there", "temperature": 0, "model": NAME, **TEXT[name]}
+    with httpx.Client(base_url=with_tools.url, timeout=60) as client:
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        plain = Completion.model_validate(answer.json())
+        if "best_of" not in body and "prompt_logprobs" not in body and not (body.get("echo") and "logprobs" in body):
+            choices, usage = streamed(client, "/v1/completions", body)
+            assert choices == [(choice.text, choice.finish_reason) for choice in plain.choices]
+            assert usage["completion_tokens"] == plain.usage.completion_tokens
 
 
 def test_scoring_a_text_gives_the_log_probabilities_of_generating_it(plain):
