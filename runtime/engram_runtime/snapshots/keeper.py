@@ -59,7 +59,7 @@ class Keeper:
         return record
 
     def resolve(self, tenant: str, conversation_id: str, turn_number: int | None, branch_name: str) -> Record:
-        """The head of the branch, or the newest snapshot of a turn on it."""
+        """The head of the branch, or the newest snapshot that a turn on it left behind."""
         ids.check_conversation_id(conversation_id)
         ids.check_branch_name(branch_name)
         space = self.space(tenant)
@@ -86,7 +86,10 @@ class Keeper:
         newest = sorted(order, key=lambda snapshot_id: order[snapshot_id], reverse=True)
         for snapshot_id in (*self._preferred(space, heads, newest), *newest):
             with suppress(NotFound):
-                return self.lookup(tenant, snapshot_id)
+                record = self.lookup(tenant, snapshot_id)
+                # user_start lies before what the turn asked: who names the turn must not get a memory without it.
+                if record.manifest.boundary != "user_start":
+                    return record
         what = "" if turn_number is None else f", turn {turn_number}"
         raise NotFound(f"conversation {conversation_id!r}{what} has no snapshot on branch {branch_name!r}")
 
