@@ -7,25 +7,16 @@ replies are scripted, so that thoughts and tool calls are in them; everything el
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import transformers
 
-from engram_runtime.engine.async_engine import AsyncLLMEngine
-from engram_runtime.engine.config import EngineConfig
-from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support.counting import Counted
-from tests.support.proofs import KEY
-from tests.support.serving import NAME, Running, serving
+from tests.integration.proofs.places import Message, Place, post, reply, settle, user
+from tests.support.serving import Running
 
-Message = dict[str, Any]
 END = 2
 """<|im_end|> of every tiny checkpoint."""
 QUESTION = "What is the capital of France, and who wrote the book about it? Please answer the user briefly."
@@ -81,36 +72,17 @@ CASES = {
 }
 
 
-@dataclass
-class Place:
-    """A checkpoint with one template and a store; every `serve` is a new process's state over them."""
-
-    path: Path
-    store: Path
-
-    def __post_init__(self) -> None:
-        self.counted = Counted()
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.path)
-
-    def serve(self) -> AbstractContextManager[Running]:
-        return serving(self._load)
-
-    def _load(self) -> AsyncLLMEngine:
-        config = EngineConfig(str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096)
-        snapshots = SnapshotConfig(tenant_key=KEY, store_uri=f"file://{self.store}", gc_interval_seconds=0)
-        return AsyncLLMEngine.from_config(config, snapshots, registry=self.counted.registry)
-
-    def history(self, messages: list[Message], fields: dict[str, Any]) -> int:
-        """Tokens of the prompt before its last message, counted without the server."""
-        text = self.tokenizer.apply_chat_template(
-            [_as_template_sees(message) for message in messages],
-            tools=fields.get("tools"),
-            tokenize=False,
-            add_generation_prompt=True,
-            **fields.get("chat_template_kwargs", {}),
-        )
-        end = text.rindex("<|im_start|>", 0, text.rindex(messages[-1]["content"]))
-        return len(self.tokenizer.encode(text[:end], add_special_tokens=False))
+def history_tokens(place: Place, messages: list[Message], fields: dict[str, Any]) -> int:
+    """Tokens of the prompt before its last message, counted without the server."""
+    text = place.tokenizer.apply_chat_template(
+        [_as_template_sees(message) for message in messages],
+        tools=fields.get("tools"),
+        tokenize=False,
+        add_generation_prompt=True,
+        **fields.get("chat_template_kwargs", {}),
+    )
+    end = text.rindex("<|im_start|>", 0, text.rindex(messages[-1]["content"]))
+    return len(place.tokenizer.encode(text[:end], add_special_tokens=False))
 
 
 def _as_template_sees(message: Message) -> Message:
@@ -124,54 +96,34 @@ def _as_template_sees(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def post(running: Running, messages: list[Message], fields: dict[str, Any]) -> dict[str, Any]:
-    body = {"model": NAME, "messages": messages, "temperature": 0, **fields}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def settle(running: Running) -> None:
-    """Until the turn was warmed up for its successor, and stored."""
-    deadline = time.monotonic() + 30
-    while running.server.state.background:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    loaded = running.server.state.loaded
-    assert loaded is not None
-    assert loaded.snapshots is not None
-    assert loaded.snapshots.flush(30)
-
-
 @pytest.mark.parametrize("named", [False, True], ids=["stateless", "conversation_id"])
 @pytest.mark.parametrize("name", CASES)
 def test_reuse(checkpoint: Callable[..., Path], tmp_path: Path, kind: str, name: str, named: bool) -> None:
     case = CASES[name]
-    place = Place(checkpoint(kind, case.template), tmp_path)
+    place = Place(checkpoint(kind, case.template), {"store_uri": f"file://{tmp_path}"})
     fields: dict[str, Any] = dict(case.fields)
     if named:
         fields["conversation_id"] = "a conversation"
-    asked = [*case.before, {"role": "user", "content": QUESTION}]
+    asked = [*case.before, user(QUESTION)]
     role, text = case.then
     then = {"role": role, "content": text, **({"tool_call_id": "call_1"} if role == "tool" else {})}
     with place.serve() as running:
         place.counted.say([*place.tokenizer.encode(case.reply, add_special_tokens=False), END])
-        first = post(running, asked, {**fields, "max_tokens": 200})
+        first = post(running, asked, **fields, max_tokens=200)
         said = first["choices"][0]
         assert (said["message"]["content"], said["finish_reason"]) == (case.reply, "stop")
         settle(running)
-        messages = [*asked, case.echo or {"role": "assistant", "content": said["message"]["content"]}, then]
+        messages = [*asked, case.echo or reply(first), then]
         check(place, running, messages, fields, "gpu")
     with place.serve() as running:
         check(place, running, messages, fields, "store")
 
 
 def check(place: Place, running: Running, messages: list[Message], fields: dict[str, Any], tier: str) -> None:
-    history = place.history(messages, fields)
+    history = history_tokens(place, messages, fields)
     assert history > 60
     before = place.counted.rows
-    second = post(running, messages, {**fields, "max_tokens": 4, "ignore_eos": True, "auto_save": False})
+    second = post(running, messages, **fields, max_tokens=4, ignore_eos=True, auto_save=False)
     told, usage = second["engram"], second["usage"]
     assert told["restored_tokens"] >= 0.95 * history
     assert told["restored_tokens"] + told["prefilled_tokens"] == usage["prompt_tokens"]
