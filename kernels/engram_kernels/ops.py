@@ -127,7 +127,9 @@ class Route(Protocol):
 
 
 class Experts(Protocol):
-    def __call__(self, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class Sample(Protocol):

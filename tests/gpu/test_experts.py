@@ -39,6 +39,8 @@ def test_experts(tokens: int, count: int, width: int, inner: int, top: int) -> N
         hidden = torch.nn.functional.silu(gate) * up
         expected.index_add_(0, token, hidden @ w_out[expert].float().t() * weights[token, choice, None])
     assert relative_error(experts(x, w_in, w_out, weights, ids), expected) < 6e-3
+    base = torch.randn(tokens, width, device="cuda").to(BF16)
+    assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base.float()) < 6e-3
 
 
 def test_experts_capture_into_a_graph() -> None:

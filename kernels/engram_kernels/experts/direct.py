@@ -38,10 +38,11 @@ def gate_up_pairs(
 
 @triton.jit
 def down_tokens(
-    hidden, w, weights, ids, y,
-    TOP: tl.constexpr, M: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BN: tl.constexpr, USE_PDL: tl.constexpr,
+    hidden, w, weights, ids, base, y,
+    TOP: tl.constexpr, M: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BN: tl.constexpr, BASE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, column tile): BN outputs, the weighted sum over the token's experts, into y [T, M]."""
+    """Program (token, column tile): BN outputs, the weighted sum over the token's experts (+ base), into y."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -56,4 +57,6 @@ def down_tokens(
         w_tile = tl.load(rows, mask=f[None, :] < F, other=0.0).to(tl.float32)
         value = tl.load(hidden + pair * F + f, mask=f < F, other=0.0).to(tl.float32)
         total += tl.sum(w_tile * value[None, :], 1) * tl.load(weights + pair)
+    if BASE:
+        total += tl.load(base + t * M + n, mask=n < M, other=0.0).to(tl.float32)
     tl.store(y + t * M + n, total.to(y.dtype.element_ty), mask=n < M)

@@ -1,10 +1,10 @@
 """Mixture of experts: tokens grouped by expert on the GPU, two grouped products, one weighted sum.
 
 Every (token, choice) pair gets a place in a list sorted by expert and padded per expert to whole row tiles, so that
-each tile of a product reads one expert's weights. The list is built by one program per expert that scans the choices
-twice: no sort, no atomics (results do not depend on timing), nothing waits for the device. Gate and up are computed
-side by side in one program and leave as silu(gate) * up. A handful of tokens takes the shorter way of `direct.py`.
-Sources: vLLM's fused_moe and its H200 tile choices.
+each tile of a product reads one expert's weights. The list is built in two launches over parts of the pairs, counts
+first, then places: no sort, no atomics (results do not depend on timing), nothing waits for the device. Gate and up are
+computed side by side in one program and leave as silu(gate) * up. A handful of tokens takes the shorter way of
+`direct.py`. Sources: vLLM's fused_moe and its H200 tile choices.
 """
 
 from __future__ import annotations
@@ -19,61 +19,60 @@ from engram_kernels.experts.direct import down_tokens, gate_up_pairs
 from engram_kernels.launch import dependent_launch, next_power_of_2
 from engram_kernels.tuning import tuned
 
-SCAN = 1024
+SCAN = 128
+"""Pairs that one program of the grouping counts and places."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, SCAN: tl.constexpr, USE_PDL: tl.constexpr):
-    """Program (expert): how many pairs chose it."""
+def _count(ids, counts, pairs, EP: tl.constexpr, SCAN: tl.constexpr, USE_PDL: tl.constexpr):
+    """Program (part): how often each expert is chosen in SCAN pairs, into counts [parts, EP]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    e = tl.program_id(0)
-    total = tl.zeros((SCAN,), tl.int32)
-    for first in range(0, pairs, SCAN):
-        i = first + tl.arange(0, SCAN)
-        total += (tl.load(ids + i, mask=i < pairs, other=-1) == e).to(tl.int32)
-    tl.store(counts + e, tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _place(
-    ids, counts, order, tile_expert, pairs,
-    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, SCAN: tl.constexpr, FEW: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (expert): its pairs, in order, into its tiles of `order` (padded with `pairs`); its tiles' expert.
-
-    FEW: there are at most FEW pairs and every program counts all experts itself, which saves a launch; 0: many.
-    """
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    e = tl.program_id(0)
+    part = tl.program_id(0)
+    i = part * SCAN + tl.arange(0, SCAN)
     others = tl.arange(0, EP)
-    if FEW > 0:
-        i = tl.arange(0, FEW)
-        chosen = tl.load(ids + i, mask=i < pairs, other=-1)
-        each = tl.sum((chosen[None, :] == others[:, None]).to(tl.int32), 1)
-        tl.store(counts + others, each, mask=others == e)
-    else:
-        each = tl.load(counts + others, mask=others < E, other=0)
-    tiles = (each + BM - 1) // BM
-    first_tile = tl.sum(tl.where(others < e, tiles, 0), 0)
-    mine = tl.sum(tl.where(others == e, tiles, 0), 0)
-    count = tl.sum(tl.where(others == e, each, 0), 0)
-    for tile in range(first_tile, first_tile + mine):
-        tl.store(tile_expert + tile, e)
-    row = tl.arange(0, BM)
-    if mine > 0:
-        last = (first_tile + mine - 1) * BM
-        tl.store(order + last + row, tl.zeros((BM,), tl.int32) + pairs, mask=last + row >= first_tile * BM + count)
-        found = 0
-        for first in range(0, pairs, SCAN):
-            at = first + tl.arange(0, SCAN)
-            hit = tl.load(ids + at, mask=at < pairs, other=-1) == e
-            rank = tl.cumsum(hit.to(tl.int32), 0)
-            tl.store(order + first_tile * BM + found + rank - 1, at, mask=hit)
-            found += tl.sum(hit.to(tl.int32), 0)
+    chosen = tl.load(ids + i, mask=i < pairs, other=-1)
+    tl.store(counts + part * EP + others, tl.sum((chosen[:, None] == others[None, :]).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "parts"])
+def _place(
+    ids, counts, totals, order, tile_expert, pairs, parts,
+    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, SCAN: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (part): its pairs, in order, into the tiles of their experts in `order`; the first E programs also pad
+    an expert's last tile (with `pairs`), name the expert of its tiles and store its total."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.program_id(0)
+    others = tl.arange(0, EP)
+    before = tl.zeros((EP,), tl.int32)
+    total = tl.zeros((EP,), tl.int32)
+    for first in range(0, parts, ROWS):
+        row = first + tl.arange(0, ROWS)
+        each = tl.load(counts + row[:, None] * EP + others[None, :], mask=(row < parts)[:, None], other=0)
+        total += tl.sum(each, 0)
+        before += tl.sum(tl.where((row < part)[:, None], each, 0), 0)
+    tiles = (total + BM - 1) // BM
+    begin = (tl.cumsum(tiles, 0) - tiles) * BM  # first place of each expert
+    for e in range(part, E, tl.num_programs(0)):
+        mine = tl.sum(tl.where(others == e, tiles, 0), 0)
+        count = tl.sum(tl.where(others == e, total, 0), 0)
+        place = tl.sum(tl.where(others == e, begin, 0), 0)
+        tl.store(totals + e, count)
+        for tile in range(place // BM, place // BM + mine):
+            tl.store(tile_expert + tile, e)
+        if mine > 0:
+            last = place + (mine - 1) * BM + tl.arange(0, BM)
+            tl.store(order + last, tl.zeros((BM,), tl.int32) + pairs, mask=last >= place + count)
+    i = part * SCAN + tl.arange(0, SCAN)
+    chosen = tl.load(ids + i, mask=i < pairs, other=-1)
+    hit = chosen[:, None] == others[None, :]
+    rank = tl.cumsum(hit.to(tl.int32), 0) - 1
+    at = tl.sum(tl.where(hit, rank + (begin + before)[None, :], 0), 1)
+    tl.store(order + at, i, mask=i < pairs)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -144,8 +143,10 @@ def _down(
 
 
 @triton.jit
-def _sum(parts, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    """Program (token, part): sum over the token's choices, in order."""
+def _sum(
+    parts, base, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, USE_PDL: tl.constexpr
+):  # fmt: skip
+    """Program (token, part): sum over the token's choices, in order, plus base [T, M]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -154,11 +155,14 @@ def _sum(parts, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, USE_
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP):
         total += tl.load(parts + (t * TOP + i) * M + m, mask=m < M, other=0.0).to(tl.float32)
+    if BASE:
+        total += tl.load(base + t * M + m, mask=m < M, other=0.0).to(tl.float32)
     tl.store(y + t * M + m, total.to(y.dtype.element_ty), mask=m < M)
 
 
-def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """x [T, M], w_in [E, 2F, M], w_out [E, M, F] contiguous, weights and ids [T, k] -> [T, M]; as the reference."""
+def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None) -> Tensor:
+    """x [T, M], w_in [E, 2F, M], w_out [E, M, F] contiguous, weights and ids [T, k], base [T, M] or None -> [T, M]; as
+    the reference."""
     tokens, width = x.shape
     count, _, inner = w_out.shape
     top = ids.shape[1]
@@ -168,6 +172,7 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.float().contiguous()
+    some_base = x if base is None else base.contiguous()
     pdl = dependent_launch(x)
     kwargs = {"launch_pdl": True} if pdl else {}
     direct = tuned("experts", {"size": "direct"})
@@ -178,8 +183,8 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
             num_warps=direct["warps"], **kwargs,
         )  # fmt: skip
         down_tokens[(tokens, -(-width // direct["bn_down"]))](
-            hidden, w_out, weights, ids, y, top, width, inner, next_power_of_2(inner), direct["bn_down"], pdl,
-            num_warps=direct["warps"], **kwargs,
+            hidden, w_out, weights, ids, some_base, y, top, width, inner, next_power_of_2(inner), direct["bn_down"],
+            base is not None, pdl, num_warps=direct["warps"], **kwargs,
         )  # fmt: skip
         return y
     per_expert = pairs / count
@@ -188,23 +193,28 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
     bm = config["bm"]
     tiles = min(pairs, count + pairs // bm)
     padded = next_power_of_2(count)
-    counts = torch.empty(count, dtype=torch.int32, device=x.device)
+    scan = max(16, min(SCAN, next_power_of_2(pairs)))
+    groups = -(-pairs // scan)
+    counts = torch.empty(groups, padded, dtype=torch.int32, device=x.device)
+    totals = torch.empty(count, dtype=torch.int32, device=x.device)
     order = torch.empty(tiles * bm, dtype=torch.int32, device=x.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty(tiles * bm, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    few = max(16, next_power_of_2(pairs)) if pairs <= 256 else 0
-    scan = few or SCAN
-    if not few:
-        _count[(count,)](ids, counts, pairs, SCAN, pdl, num_warps=4, **kwargs)
-    _place[(count,)](ids, counts, order, tile_expert, pairs, count, padded, bm, scan, few, pdl, num_warps=4, **kwargs)
+    _count[(groups,)](ids, counts, pairs, padded, scan, pdl, num_warps=4, **kwargs)
+    _place[(groups,)](
+        ids, counts, totals, order, tile_expert, pairs, groups, count, padded, bm, scan, min(32, 4096 // padded), pdl,
+        num_warps=4, **kwargs,
+    )  # fmt: skip
     _gate_up[(tiles, -(-inner // config["bn"]))](
-        x, w_in, hidden, order, tile_expert, counts, pairs, x.stride(0), top, width, inner, count, padded, bm,
+        x, w_in, hidden, order, tile_expert, totals, pairs, x.stride(0), top, width, inner, count, padded, bm,
         config["bn"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
     )  # fmt: skip
     _down[(tiles, -(-width // config["bn_down"]))](
-        hidden, w_out, weights, parts, order, tile_expert, counts, pairs, width, inner, count, padded, bm,
+        hidden, w_out, weights, parts, order, tile_expert, totals, pairs, width, inner, count, padded, bm,
         config["bn_down"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
     )  # fmt: skip
-    _sum[(tokens, -(-width // 1024))](parts, y, width, top, 1024, pdl, num_warps=4, **kwargs)
+    _sum[(tokens, -(-width // 1024))](
+        parts, some_base, y, width, top, 1024, base is not None, pdl, num_warps=4, **kwargs
+    )
     return y

@@ -35,7 +35,7 @@ class SparseExperts(nn.Module):
         self.w_in = build.parameter(experts, 2 * width, hidden_size)
         self.w_out = build.parameter(experts, hidden_size, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, M] -> [T, M], the weighted sum of each token's experts."""
+    def forward(self, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """[T, M] -> [T, M], the weighted sum of each token's experts, plus base [T, M]."""
         weights, ids = self._route(self.router(x), self.top_k, self.mode, self.renormalize)
-        return self._experts(x, self.w_in, self.w_out, weights, ids)
+        return self._experts(x, self.w_in, self.w_out, weights, ids, base)

@@ -38,7 +38,7 @@ class GraniteFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
         shared: Tensor = self.shared(x)
-        return shared if self.experts is None else self.experts(x) + shared
+        return shared if self.experts is None else self.experts(x, shared)
 
     def targets(self, key: str) -> Targets:
         found = self.shared.targets(f"{key}.shared_mlp")

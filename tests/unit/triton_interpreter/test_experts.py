@@ -37,3 +37,5 @@ def test_experts(tokens: int) -> None:
     weights, ids = route_reference(logits, 2, "topk_softmax", True)
     expected = experts_reference(x, w_in, w_out, weights, ids)
     assert relative_error(experts(x, w_in, w_out, weights, ids), expected) < 1e-5
+    base = torch.randn(tokens, 40)
+    assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base) < 1e-5
