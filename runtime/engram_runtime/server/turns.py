@@ -94,7 +94,8 @@ async def prepare(
         if not base.record.messages:
             raise invalid("restore_from", "restore_from names a snapshot of a text completion: it holds no messages")
         messages = [*base.record.messages, *messages]
-        tools = tools or base.record.tools
+        if body.tool_choice != "none":
+            tools = tools or base.record.tools
         template_kwargs = {**base.record.template_kwargs, **template_kwargs}
     chat = Chat(
         messages=messages,

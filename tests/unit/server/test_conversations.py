@@ -134,6 +134,14 @@ async def test_delta_is_offered_to_those_who_may_use_it(api, make_api):
     assert "x-engram-features" not in (await make_api(client="192.0.2.7").chat()).headers
 
 
+async def test_tools_of_the_base_stay_unless_hidden(api):
+    tool = {"type": "function", "function": {"name": "weather"}}
+    await hold(api, "Hello there", conversation_id="c", tools=[tool])
+    for fields, shown in (({}, True), ({"tool_choice": "none"}, False)):
+        await api.chat("More", restore_from="c:1", **fields)
+        assert ("weather" in api.engine.tokenizer.decode(api.engine.requests[-1][0])) == shown
+
+
 async def test_delta_by_headers(api):
     await hold(api, "Hello there", conversation_id="c")
     headers = {"x-engram-conversation-id": "c", "x-engram-delta": "true"}
