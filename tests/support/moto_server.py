@@ -7,6 +7,7 @@ before it writes and would let two conditional writes win.
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ POLICY = (
     '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":"s3:*","Resource":"*"}'
     ',{"Effect":"Allow","Action":"iam:*","Resource":"*"}]}'
 )
-UNSIGNED_REQUESTS = 3  # those of _make_user
+UNSIGNED_REQUESTS = 3
 START_SECONDS = 60
 
 
@@ -55,23 +57,29 @@ def running_moto(*, signed: bool = True) -> Iterator[S3Server]:
         process.wait(timeout=30)
 
 
-def make_key(server: S3Server) -> tuple[str, str]:
-    """Another access key of the same user: what a rotation makes."""
+def make_key(server: S3Server) -> S3Server:
+    """The server with another access key, as after a rotation."""
     iam = _iam(server.url, server.access_key, server.secret_key)
-    key = iam.create_access_key(UserName="engram")["AccessKey"]
-    return key["AccessKeyId"], key["SecretAccessKey"]
+    access_key, secret_key = _user(iam, f"user-{secrets.token_hex(4)}")
+    return replace(server, access_key=access_key, secret_key=secret_key)
 
 
-def drop_key(server: S3Server, access_key: str) -> None:
+def drop_key(server: S3Server, key: S3Server) -> None:
+    """Revoke it."""
     iam = _iam(server.url, server.access_key, server.secret_key)
-    iam.delete_access_key(UserName="engram", AccessKeyId=access_key)
+    name = iam.get_access_key_last_used(AccessKeyId=key.access_key)["UserName"]
+    iam.delete_access_key(UserName=name, AccessKeyId=key.access_key)
 
 
 def _make_user(url: str) -> tuple[str, str]:
-    iam = _iam(url, "unchecked", "unchecked")
-    iam.create_user(UserName="engram")
-    iam.put_user_policy(UserName="engram", PolicyName="all", PolicyDocument=POLICY)
-    key = iam.create_access_key(UserName="engram")["AccessKey"]
+    return _user(_iam(url, "unchecked", "unchecked"), "engram")
+
+
+def _user(iam: Any, name: str) -> tuple[str, str]:
+    """Three requests: UNSIGNED_REQUESTS."""
+    iam.create_user(UserName=name)
+    iam.put_user_policy(UserName=name, PolicyName="all", PolicyDocument=POLICY)
+    key = iam.create_access_key(UserName=name)["AccessKey"]
     return key["AccessKeyId"], key["SecretAccessKey"]
 
 

@@ -116,7 +116,7 @@ TRANSIENT = {
     "503": ({"status": 503, "code": "SlowDown"}, "Throttled"),
     "bad_digest": ({"status": 400, "code": "BadDigest"}, "Checksum"),
 }
-BEGIN_WITH_HEAD = ("head", "touch")  # a HEAD's answer has no body: what it means is known as far as the status goes
+BEGIN_WITH_HEAD = ("head", "touch")  # its answer has no body: 404 is all it says
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -126,7 +126,7 @@ def test_what_will_not_pass_is_said_at_once(store: S3Store, key: str, proxy: Fau
     proxy.inject("answer", **settings)
     error: type[Exception] = StoreUnavailable
     if call in BEGIN_WITH_HEAD:
-        error, reason = (NotFound, "") if fault == "bucket_gone" else (StoreUnavailable, "AccessDenied")
+        error, reason = (NotFound, "") if fault == "bucket_gone" else (StoreUnavailable, reason)
     with pytest.raises(error) as caught:
         calls(store, key)[call]()
     assert getattr(caught.value, "reason", "") == reason

@@ -163,4 +163,5 @@ def _check_endpoint(url: str) -> None:
         or parts.fragment
         or parts.username is not None
     ):
-        raise ValueError(f"endpoint_url must be http(s)://HOST[:PORT], got {url[:200]!r}")
+        shown = url[:200] if "@" not in url else "a URL with a user in it"
+        raise ValueError(f"endpoint_url must be http(s)://HOST[:PORT], got {shown!r}")

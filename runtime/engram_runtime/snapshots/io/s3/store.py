@@ -127,7 +127,7 @@ class S3Store:
         try:
             return self._transfer.whole(full)
         except RangeMissing:
-            return b"", str(self._head(full)["ETag"])
+            return b"", str(self._transfer.stat(full)["ETag"])
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
@@ -139,7 +139,7 @@ class S3Store:
     def head(self, key: str) -> ObjectInfo:
         if self._is_register(key) and (heads := self._heads()) is not None:
             return heads.head(key)
-        answer = self._head(self._full(key))
+        answer = self._transfer.stat(self._full(key))
         return ObjectInfo(key, int(answer["ContentLength"]), answer["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
@@ -307,11 +307,6 @@ class S3Store:
         except NotFound:
             return
         raise Conflict(f"{key} exists")
-
-    def _head(self, full: str) -> Any:
-        return self._connection.call(
-            "read", full, lambda attempt: attempt.client.head_object(Bucket=self.options.bucket, Key=full)
-        )
 
     def _full(self, key: str) -> str:
         """Keys come from policy.keys; this is the second lock on the door."""

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from botocore.exceptions import ClientError
+
 from engram_runtime.errors import Conflict, NotFound, SnapshotError
 from engram_runtime.snapshots.io.s3.bodies import Upload, receive
 from engram_runtime.snapshots.io.s3.client import Attempt, Connection, RangeMissing
@@ -285,10 +287,21 @@ class Transfer:
 
     def size(self, key: str) -> int:
         """NotFound, StoreUnavailable."""
-        answer = self._connection.call(
-            "read", key, lambda attempt: attempt.client.head_object(Bucket=self._options.bucket, Key=key)
-        )
-        return int(answer["ContentLength"])
+        return int(self.stat(key)["ContentLength"])
+
+    def stat(self, key: str) -> Any:
+        """The server's answer to HEAD. NotFound, StoreUnavailable."""
+
+        def request(attempt: Attempt) -> Any:
+            try:
+                return attempt.client.head_object(Bucket=self._options.bucket, Key=key)
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] in (400, 403):
+                    # Without a body it cannot say whether the key is old or the right is missing: a GET can.
+                    attempt.client.get_object(Bucket=self._options.bucket, Key=key, Range="bytes=0-0")["Body"].close()
+                raise
+
+        return self._connection.call("read", key, request)
 
     def each(self, function: Callable[[A], T], items: Iterable[A]) -> list[T]:
         """Small writes side by side, results in order; the first failure is raised when all have ended."""
