@@ -13,7 +13,7 @@ from botocore.config import Config
 
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.io.s3.store import S3Store
-from engram_runtime.snapshots.policy.keys import parse
+from engram_runtime.snapshots.policy.keys import is_ref
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,6 @@ class S3Server:
             credentials_dir=self.credentials(folder),
         )
         return replace(base, **changes)
-
-
-def is_ref(key: str) -> bool:
-    """Which keys are moved by compare-and-swap."""
-    parsed = parse(key)
-    return parsed is not None and parsed.kind == "ref"
 
 
 def open_store(options: S3Options) -> S3Store:

@@ -22,13 +22,15 @@ from engram_runtime.snapshots.events import EventLog
 from engram_runtime.snapshots.io.host_tier import HostTier
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.repository import Repository
+from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
+from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.io.store import ObjectStore
 from engram_runtime.snapshots.keeper import Keeper
 from engram_runtime.snapshots.loader import Loader
 from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.policy.cost import Speed
 from engram_runtime.snapshots.policy.identity import Keyring
-from engram_runtime.snapshots.policy.keys import Space
+from engram_runtime.snapshots.policy.keys import Space, is_ref
 from engram_runtime.snapshots.quota import DiskQuota
 from engram_runtime.snapshots.restorer import Restorer
 from engram_runtime.snapshots.saver import Saver
@@ -60,11 +62,13 @@ POLL_SECONDS = 30.0
 SAVE_NOW_SECONDS = 60.0
 
 
-def open_store(uri: str) -> ObjectStore:
-    """The object store of a `file:///path` URI. ValueError for any other."""
+def open_store(uri: str, s3: S3Options | None = None) -> ObjectStore:
+    """The object store of a `file:///path` or `s3://BUCKET[/PREFIX]` URI. ValueError for any other."""
+    if uri.startswith(SCHEME):
+        return S3Store(s3 or S3Options.parse(uri), is_ref)
     parts = urlsplit(uri)
     if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
-        raise ValueError(f"store_uri must be file:///absolute/path, got {uri!r}")
+        raise ValueError(f"store_uri must be file:///absolute/path or s3://BUCKET[/PREFIX], got {uri!r}")
     return LocalStore(Path(unquote(parts.path)))
 
 
@@ -93,7 +97,7 @@ class SnapshotService:
         if disk is None and config.disk_path is not None:
             disk = LocalStore(config.disk_path)
         if store is None and config.store_uri is not None:
-            store = open_store(config.store_uri)
+            store = open_store(config.store_uri, config.s3)
         tiers = []
         for name, inner in (("disk", disk), ("store", store)):
             if config.enabled and inner is not None:
@@ -283,7 +287,7 @@ class SnapshotService:
                     name=tier.name,
                     ready=bad.healthy,
                     reason=bad.reason if not bad.healthy else "Ready",
-                    message=bad.message if not bad.healthy else "",
+                    message=bad.message if not bad.healthy else getattr(tier.repository.store, "report", ""),
                     bytes=(self._quota.used or 0) if disk else 0,
                     capacity=self._quota.capacity if disk else None,
                     read_bytes_per_second=tier.speed.bytes_per_second if tier.speed.measured else None,

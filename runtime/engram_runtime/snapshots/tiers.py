@@ -45,6 +45,11 @@ class MeteredStore:
         self._tier = tier
         self._counters = counters
 
+    @property
+    def report(self) -> str:
+        """What the store's probe found that people should know; empty for stores that have nothing to say."""
+        return str(getattr(self.inner, "report", ""))
+
     def probe(self) -> None:
         self.inner.probe()
 

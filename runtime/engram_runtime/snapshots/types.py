@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -271,7 +273,8 @@ class SnapshotConfig:
     host_bytes: int = 1 << 30
     disk_path: Path | None = None
     disk_bytes: int = 20 << 30
-    store_uri: str | None = None  # file:///absolute/path (s3:// comes with its own store)
+    store_uri: str | None = None  # file:///absolute/path or s3://BUCKET[/PREFIX]
+    s3: S3Options | None = None  # how to reach an s3:// store_uri; default S3Options.parse(store_uri)
     verify: bool = True  # False only for tamper tests: damaged bytes are then really injected
     queue_captures: int = 64
     save_workers: int = 2
@@ -302,8 +305,14 @@ class SnapshotConfig:
         for name in ("gc_interval_seconds", "gc_grace_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if self.store_uri is not None and not self.store_uri.startswith("file:///"):
-            raise ValueError(f"store_uri must be file:///absolute/path, got {self.store_uri!r}")
+        if self.store_uri is not None and not self.store_uri.startswith(("file:///", SCHEME)):
+            raise ValueError(f"store_uri must be file:///absolute/path or s3://BUCKET[/PREFIX], got {self.store_uri!r}")
+        if self.store_uri is not None and self.store_uri.startswith(SCHEME):
+            named = S3Options.parse(self.store_uri)
+            if self.s3 is not None and self.s3.uri != named.uri:
+                raise ValueError(f"s3 must be options of {named.uri}, got those of {self.s3.uri}")
+        elif self.s3 is not None:
+            raise ValueError("s3 must not be set without an s3:// store_uri")
 
 
 class Snapshots(Protocol):

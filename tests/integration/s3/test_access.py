@@ -106,13 +106,11 @@ def test_every_word_for_an_old_key_makes_a_new_client(moto: S3Server, folder: Pa
         assert [signed_by(seen) for seen in proxy.seen] == [moto.access_key, keys[0].access_key]
         proxy.clear()
         keys[1].credentials(folder)
-        proxy.inject("answer", status=status, code=code, times=2)
-        assert store.head(key).size == 1  # a HEAD cannot say why, so a GET is asked
-        assert [(seen.method, signed_by(seen)) for seen in proxy.seen] == [
-            ("HEAD", keys[0].access_key),
-            ("GET", keys[0].access_key),
-            ("HEAD", keys[1].access_key),
-        ]
+        # A HEAD cannot say why, so a GET is asked; on 400 the SDK asks for the bucket's region in between.
+        proxy.inject("answer", status=status, code=code, times=2 if status == 403 else 3)
+        assert store.head(key).size == 1
+        assert [seen.method for seen in proxy.seen][-2:] == ["GET", "HEAD"]
+        assert [signed_by(seen) for seen in proxy.seen][-2:] == [keys[0].access_key, keys[1].access_key]
         store.close()
 
 

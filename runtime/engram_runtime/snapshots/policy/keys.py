@@ -86,3 +86,9 @@ def parse(key: str) -> ParsedKey | None:
     if match is None or match.lastgroup is None:
         return None
     return ParsedKey(Space(match["namespace"], match["abi"]), match.lastgroup, match[match.lastgroup])
+
+
+def is_ref(key: str) -> bool:
+    """The keys that are moved by compare-and-swap."""
+    parsed = parse(key)
+    return parsed is not None and parsed.kind == "ref"
