@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
@@ -95,6 +96,11 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         self._outbox: list[RequestOutput] = []
+        # A recurrent state moves on with every token, so the one at a turn's end is lost once a step went past it.
+        self._ahead = 0 if geometry.has_state else executor.steps_ahead
+        self._flight: deque[tuple[ScheduledStep, float]] = deque()
+        """Steps submitted and not collected, with the time they were submitted."""
+        self._collected = 0.0
 
     # Requests
 
@@ -169,22 +175,36 @@ class LLMEngine:
     # Stepping
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what is new; [] when nothing could run (then `wait`)."""
+        """Run one step and return what is new; [] when nothing could run (then `wait`).
+
+        With an executor that runs ahead, the results are those of the step before: the device never waits for the
+        host. A sequence that turns out to have ended has then one step too many under way, whose token nobody sees.
+        """
         self._poll()
+        if self._flight and self._scheduler.is_short_of_blocks:
+            self._collect()  # whoever would be preempted may just have ended
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():
             self._finish_warm(sequence)
-        if step is None and self._scheduler.has_work:
+        if step is None and not self._flight and self._scheduler.has_work:
             self._boundaries.flush()  # somebody waits for memory that a held turn_end keeps
-        self.idle = step is None
+        self.idle = step is None and not self._flight
         if step is not None:
-            started = self._clock()
             self._note_admissions()
+            self._flight.append((step, self._clock()))
             self.executor.submit(step.plan)
-            self._process(step, self.executor.collect())
-            self._meter.step(step, self._clock() - started)
+        while self._flight and (len(self._flight) > self._ahead or step is None or not self._requests):
+            self._collect()
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _collect(self) -> None:
+        """Take the results of the oldest step that was submitted."""
+        step, submitted = self._flight.popleft()
+        self._process(step, self.executor.collect())
+        now = self._clock()
+        self._meter.step(step, now - max(submitted, self._collected))
+        self._collected = now
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until a worker thread posted something, a deadline passed, or `timeout` seconds are over."""
@@ -236,7 +256,7 @@ class LLMEngine:
     def _after_work(self, request: Request, index: int, work: Work, result: StepResult, now: float) -> None:
         sequence = work.sequence
         if sequence.background:
-            if sequence.remaining == 0:
+            if work.end == sequence.total:
                 self._finish_warm(sequence)
             return
         self._capture(request, index, work)
@@ -271,6 +291,8 @@ class LLMEngine:
             return
         complete = reason in ("stop", "length")
         if sequence.status is Status.RUNNING and not sequence.background:
+            # A step that runs ahead has fed the last token already; the sequence ends before it all the same.
+            sequence.computed = min(sequence.computed, sequence.known - 1)
             slot = self._scheduler.take_state(sequence)
             self._boundaries.finished(request, sequence, slot, complete=complete)
             if slot is not None:

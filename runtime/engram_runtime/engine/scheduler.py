@@ -85,6 +85,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """Whether the next step may have to preempt: not everybody who runs can have one more block."""
+        return self.cache.blocks.available < len(self._running)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
@@ -195,15 +200,15 @@ class Scheduler:
     def _is_coming(self, sequence: Sequence) -> bool:
         """Whether somebody is just computing what this sequence would compute: wait, and share it."""
         leader = sequence.leader
-        if leader is not None and leader.status is not Status.FINISHED and leader.computed < len(leader.prompt_ids):
+        if leader is not None and leader.status is not Status.FINISHED and leader.done < len(leader.prompt_ids):
             return True
         if self.cache.has_state or not sequence.use_prefix or sequence.background:
             return False
         size = self.cache.block_size
         return any(
-            common_prefix(sequence.prompt_ids, other.prompt_ids) // size * size > other.computed
+            common_prefix(sequence.prompt_ids, other.prompt_ids) // size * size > other.done
             for other in self._running
-            if not other.background and other.tenant == sequence.tenant and other.computed < len(other.prompt_ids)
+            if not other.background and other.tenant == sequence.tenant and other.done < len(other.prompt_ids)
         )
 
     def _emit(self, draft: Draft, sequence: Sequence, tokens: int) -> None:

@@ -82,6 +82,11 @@ class Sequence:
         return self.known + self.in_flight
 
     @property
+    def done(self) -> int:
+        """Tokens that no planned step has still to compute: others find them in the prefix index."""
+        return min(self.computed, self.high_water)
+
+    @property
     def remaining(self) -> int:
         """Tokens to forward before the next one can be sampled."""
         return self.total - self.computed

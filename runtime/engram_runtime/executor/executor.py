@@ -49,6 +49,11 @@ class Executor:
     def geometry(self) -> CacheGeometry:
         return self._geometry
 
+    @property
+    def steps_ahead(self) -> int:
+        """Nothing is gained by planning ahead: a step runs in `collect`."""
+        return 0
+
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 

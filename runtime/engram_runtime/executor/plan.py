@@ -170,6 +170,10 @@ class StepExecutor(Protocol):
     @property
     def geometry(self) -> CacheGeometry: ...
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many submitted steps may be uncollected when another is submitted: 0 or 1."""
+
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...

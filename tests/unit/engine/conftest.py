@@ -38,9 +38,10 @@ class Bench:
         snapshots: bool = False,
         eos: frozenset[int] = frozenset(),
         store: FakeSnapshots | None = None,
+        executor: type[FakeExecutor] = FakeExecutor,
         **config: Any,
     ) -> None:
-        self.executor = FakeExecutor(geometry(blocks=blocks, states=states, window=window), max_tokens=budget)
+        self.executor = executor(geometry(blocks=blocks, states=states, window=window), max_tokens=budget)
         self.clock = Clock()
         self.snapshots = FakeSnapshots(self.executor) if snapshots or store is not None else None
         if self.snapshots is not None and store is not None:

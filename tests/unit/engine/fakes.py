@@ -55,6 +55,7 @@ class FakeExecutor:
 
     def __init__(self, sizes: CacheGeometry, *, max_tokens: int = 1 << 30) -> None:
         self._geometry = sizes
+        self.steps_ahead = 0
         self.max_tokens = max_tokens
         self.kv: list[list[int | None]] = [[None] * sizes.block_size for _ in range(sizes.num_blocks)]
         self.states: list[int | None] = [None] * sizes.num_state_slots

@@ -1,0 +1,70 @@
+"""Inputs of a decode step, gathered from the row tables in one launch: the first kernel of a decode graph.
+
+It must not let its successor start early (no dependent launch): every later kernel may read what it writes, the step's
+metadata, before it waits for its own predecessor.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engram_kernels.metadata import PAGE as PAGE_TOKENS
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gather(
+    plan, last, ints, floats, tables, ids, slots, seq_lens, sampled_at, has_state, block_tables, out_ints, out_floats,
+    rows, batch: tl.constexpr, stride: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, part): BLOCK columns of its block table; the first part also does everything else."""
+    i = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.load(plan + i)
+    position = tl.load(plan + batch + i)
+    column = tl.load(plan + 3 * batch + i)
+    block = tl.load(plan + 4 * batch + i).to(tl.int32)
+    table = tables + row * stride
+    here = position // PAGE
+    c = part * BLOCK + tl.arange(0, BLOCK)
+    # The new block comes from the plan, not from the table: another program may not have written it yet.
+    pages = tl.load(table + c, mask=c <= here, other=0)
+    tl.store(block_tables + i.to(tl.int64) * stride + c, tl.where(c == column, block, pages), mask=c <= here)
+    if part == 0:
+        page = tl.load(table + here)
+        page = tl.where(here == column, block, page)
+        tl.store(table + column, block)
+        tl.store(ids + i, tl.load(last + row))
+        tl.store(slots + i, page.to(tl.int64) * PAGE + position % PAGE)
+        tl.store(seq_lens + i, (position + 1).to(tl.int32))
+        tl.store(sampled_at + i, position + 1)
+        tl.store(has_state + i, (position > 0).to(tl.uint8))
+        for line in tl.static_range(2):
+            tl.store(out_ints + line * batch + i, tl.load(ints + line * (rows + 1) + row))
+        for line in tl.static_range(3):
+            tl.store(out_floats + line * batch + i, tl.load(floats + line * (rows + 1) + row))
+
+
+def gather(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, blocks: Tensor) -> tuple[Tensor, ...]:
+    """As `inputs.gather_reference`; block tables are filled up to each sequence's last block only."""
+    batch, stride = plan.shape[1], blocks.shape[1]
+    device = plan.device
+    outputs = (
+        torch.empty(batch, dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+        torch.empty(batch, dtype=torch.uint8, device=device),
+        torch.empty(batch, stride, dtype=torch.int32, device=device),
+        torch.empty(2, batch, dtype=torch.int64, device=device),
+        torch.empty(3, batch, dtype=torch.float32, device=device),
+    )
+    _gather[(batch, -(-stride // BLOCK))](
+        plan, last, ints, floats, blocks, *outputs, last.shape[0] - 1, batch, stride, PAGE_TOKENS, BLOCK, num_warps=4
+    )
+    return outputs

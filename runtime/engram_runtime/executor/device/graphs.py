@@ -1,0 +1,107 @@
+"""Decode steps recorded once per batch size and way of sampling, and replayed.
+
+A graph is recorded the first time its batch size is needed, after the same step has run once on spare rows (so every
+kernel is compiled and every workspace exists), the largest size before any other: all graphs share one memory pool,
+and what the largest one needs serves the smaller ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engram_kernels import Registry
+from engram_runtime.executor.device.sampling import Way
+
+Step = Callable[[], tuple[Tensor, ...]]
+"""Launches one step; everything it reads and returns stays at the same addresses from call to call."""
+
+UNRECORDABLE = ("paged_attention", "sample", "experts")
+"""Ops whose torch reference asks the device or the host for lengths while it runs."""
+
+
+class Recorder(Protocol):
+    """Turns a step into something that repeats it, without running it."""
+
+    def record(self, step: Step) -> Step: ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one memory pool. Call it on the stream that the replays will use."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy snapshots meanwhile: what they do is no part of the graph and does not spoil it.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = step()
+        finally:
+            graph.capture_end()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Sizes graphs are recorded for, ascending: powers of two to 64, then steps that waste little, then `most`."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, most + 1, 64)]
+    return (*(size for size in sizes if size < most), most)
+
+
+class DecodeGraphs:
+    """`build(batch, way)` gives the step to record; `rest(batch)` points its inputs at spare rows."""
+
+    def __init__(
+        self, most: int, recorder: Recorder, build: Callable[[int, Way], Step], rest: Callable[[int], None]
+    ) -> None:
+        self.sizes = batch_sizes(most)
+        self._recorder, self._build, self._rest = recorder, build, rest
+        self._recorded: dict[tuple[int, Way], Step] = {}
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def size_for(self, sequences: int) -> int:
+        """The smallest recorded size that holds this many sequences."""
+        return self.sizes[bisect_left(self.sizes, sequences)]
+
+    def get(self, size: int, way: Way) -> Step:
+        """The replay of a step; recorded now if need be, which overwrites the step's inputs with spare rows."""
+        if not self._recorded:
+            self._record(self.sizes[-1], way)
+        if (size, way) not in self._recorded:
+            self._record(size, way)
+        return self._recorded[size, way]
+
+    def has(self, size: int, way: Way) -> bool:
+        return (size, way) in self._recorded
+
+    def clear(self) -> None:
+        self._recorded.clear()
+
+    def _record(self, size: int, way: Way) -> None:
+        step = self._build(size, way)
+        self._rest(size)
+        step()
+        self._recorded[size, way] = self._recorder.record(step)
+
+
+def why_not_recorded(
+    device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None, registry: Registry | None
+) -> str | None:
+    """Why decode steps cannot be recorded with these ops; None when they can."""
+    if device.type != "cuda":
+        return f"there are no CUDA graphs on {device.type}"
+    chosen = (registry or Registry.default()).explain(device, dtype, overrides)
+    plain = [choice.op for choice in chosen if choice.op in UNRECORDABLE and choice.backend == "torch"]
+    return f"the torch backend of {', '.join(plain)} waits for the device" if plain else None

@@ -1,0 +1,86 @@
+"""A step whose results are on their way: host memory that is filled once the device has come so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engram_kernels.metadata import SampleOutput
+from engram_runtime.executor.device.staging import Done, to_host
+from engram_runtime.executor.device.tables import HostRow
+from engram_runtime.executor.plan import PromptLogprob, Sampled, StepResult
+
+
+@dataclass(slots=True)
+class Scores:
+    """Log-probabilities of the prompt tokens `targets`, the first of which is at `position`."""
+
+    row: int
+    position: int
+    targets: Sequence[int]
+    chosen: Tensor
+    """[n] fp32."""
+    values: Tensor
+    """[n, asked] fp32, largest first, and their ids [n, asked]."""
+    ids: Tensor
+
+    def read(self) -> list[PromptLogprob]:
+        best = zip(self.ids.tolist(), self.values.tolist(), strict=True)
+        return [
+            PromptLogprob(self.position + offset, token, logprob, tuple(zip(ids, values, strict=True)))
+            for offset, (token, logprob, (ids, values)) in enumerate(
+                zip(self.targets, self.chosen.tolist(), best, strict=True)
+            )
+        ]
+
+
+@dataclass(slots=True)
+class Pending:
+    """`tokens` and the rest hold one entry per sampled row, and may hold more behind those."""
+
+    step: int
+    rows: list[int] = field(default_factory=list)
+    asked: list[int | None] = field(default_factory=list)
+    """How many likely tokens each row wants reported; None: not even its own log-probability."""
+    tokens: Tensor | None = None
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    scores: list[Scores] = field(default_factory=list)
+    done: Done | None = None
+
+    def fetch(self, numbers: Sequence[int], rows: Sequence[HostRow], output: SampleOutput) -> None:
+        """Start the copies of what these rows want to know."""
+        self.rows = list(numbers)
+        self.asked = [row.sampling.logprobs for row in rows]
+        self.tokens = to_host(output.token_ids)
+        if any(asked is not None for asked in self.asked):
+            self.logprobs = to_host(output.logprobs)
+        if output.top_ids is not None and output.top_logprobs is not None:
+            self.top_ids, self.top_logprobs = to_host(output.top_ids), to_host(output.top_logprobs)
+
+    def result(self) -> StepResult:
+        """Wait for the copies; the step as plain data."""
+        if self.done is not None:
+            self.done.wait()
+        reports: dict[int, tuple[PromptLogprob, ...]] = {}
+        for scores in self.scores:
+            reports[scores.row] = (*reports.get(scores.row, ()), *scores.read())
+        return StepResult(self.step, self._sampled(), reports)
+
+    def _sampled(self) -> dict[int, Sampled]:
+        if self.tokens is None:
+            return {}
+        tokens = self.tokens.tolist()
+        if self.logprobs is None:
+            return {row: Sampled(token) for row, token in zip(self.rows, tokens, strict=False)}
+        logprobs = self.logprobs.tolist()
+        ids = self.top_ids.tolist() if self.top_ids is not None else []
+        values = self.top_logprobs.tolist() if self.top_logprobs is not None else []
+        sampled = {}
+        for index, (row, asked) in enumerate(zip(self.rows, self.asked, strict=True)):
+            top = tuple(zip(ids[index][:asked], values[index][:asked], strict=True)) if asked else ()
+            sampled[row] = Sampled(tokens[index], None if asked is None else logprobs[index], top)
+        return sampled
