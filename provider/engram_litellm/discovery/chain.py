@@ -63,8 +63,7 @@ class Discovery:
     def close(self) -> None:
         """Stop what runs in the background."""
         for source in self._sources:
-            if isinstance(source, SliceSource):
-                source.close()
+            source.close()
 
 
 def default_sources(settings: Settings) -> tuple[Source, ...]:

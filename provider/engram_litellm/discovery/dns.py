@@ -81,6 +81,9 @@ class DnsSource:
             self._cache[model] = (self._clock() + TTL, found)
         return found
 
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
     def _resolve(self, served: str, zone: str, service: str) -> EndpointSet | None:
         headless = f"{service}-pods.{zone}"
         endpoints: list[Endpoint] = []

@@ -37,6 +37,10 @@ class Source(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Stop what runs in the background, if anything does."""
+        ...
+
 
 class NotYet(Exception):
     """The answer needs a blocking call, and the caller must not block (it runs on an event loop)."""

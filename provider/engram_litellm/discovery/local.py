@@ -38,6 +38,9 @@ class LocalFile:
                 return EndpointSet(served, endpoints, f"local mode ({self._path})") if endpoints else None
         return None
 
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
     def _read(self) -> dict[str, Any]:
         with self._lock:
             try:

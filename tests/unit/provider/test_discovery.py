@@ -56,6 +56,8 @@ class Source:
             raise self.answer
         return self.answer
 
+    def close(self) -> None: ...
+
 
 POD = EndpointSet("m", (Endpoint("m-0", "http://10.0.0.1:8000"),), "slices")
 
