@@ -3,6 +3,7 @@
 Decodes: one program reads a sequence's window, computes, and writes the shifted window. Chunks: outputs first, in
 parallel over blocks of tokens, then a second launch writes the windows, because a chunk's first block reads the old
 window while its last one would overwrite it. Taps are few, so inputs are read once per tap from the L1.
+Measured on an H200, 3,328 channels: 8,192 tokens in 86 us (30 % of the copy rate), a chunk of 40 in 6.5 us.
 """
 
 from __future__ import annotations

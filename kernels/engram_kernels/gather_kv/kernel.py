@@ -2,8 +2,8 @@
 
 Snapshots move as packed tensors, because copies of scattered 4 KiB rows reach a few GB/s and one large copy the whole
 link. A program moves TOK tokens of one head of one plane (K or V of a layer) as 8-byte words, so any dtype is copied
-bit by bit. Layers are separate tensors: their addresses travel as a small table. Our prototype: 93 to 97 % of the copy
-rate from 26k tokens on.
+bit by bit. Layers are separate tensors: their addresses travel as a small table. Measured
+on an H200, launch included: Qwen3-8B 16,384 tokens 1.5 ms (75 % of the copy rate), 100 tokens 0.14 ms (host time).
 """
 
 from __future__ import annotations

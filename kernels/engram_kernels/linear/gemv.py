@@ -4,6 +4,8 @@ At these sizes a layer is bound by reading its weights. A program owns BN output
 loads before it waits for the kernel that makes x (programmatic dependent launch), so the reads of one layer run under
 the tail of the one before. Source: our PDL prototype, 97 to 101 % of the copy rate for the 8B layers at one row; the
 same early trigger without weights in registers made the chain slower, and an L2 prefetch slower still.
+Measured on an H200, one row (us, beside cuBLAS): 8B qkv 12.6 / 16.3, o 9.0 / 13.6, gate_up 45.8 / 49.8, down 23.8 /
+30.8, head 274 / 298; 0.6B qkv 2.6 / 5.2, o 1.9 / 12.7, gate_up 3.7 / 5.9, down 2.3 / 7.4.
 """
 
 from __future__ import annotations

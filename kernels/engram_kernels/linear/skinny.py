@@ -4,7 +4,8 @@ The reads of the weights decide, so a program streams a tall weight tile through
 weights on the M side of the matrix instruction (wgmma needs 64 rows there, and there are fewer tokens). Partial sums of
 a split go to fp32 scratch; the last program of a tile to finish adds them in a fixed order, so results do not depend on
 timing. Sources: split-K of gemlite, vLLM's swap-AB; our prototype: level with cuBLAS or ahead up to 64 rows, behind
-from 128.
+from 128. Measured on an H200, 8 rows (us, beside cuBLAS): 8B qkv 15.5 / 15.6, o 11.0 / 13.2, gate_up 49.7 / 54.4, down
+27.0 / 30.8; 0.6B o 4.2 / 5.9, down 5.0 / 7.5.
 """
 
 from __future__ import annotations

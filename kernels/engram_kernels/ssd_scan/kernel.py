@@ -7,6 +7,8 @@ state first (`segment_states`), then a pass over segments (`pass_states`), then 
 from the state that reaches it. Source of the three-step form: mamba_ssm and vLLM, where it takes five kernels.
 The state is kept transposed [N, BP], so that no accumulator is transposed on its way into another product (wrong
 numbers on Triton 3.4 to 3.7 / Hopper). Products with the state use tf32, the others the model's dtype; sums are fp32.
+Measured on an H200 (48 x 64 x 128): one sequence of 8,192 tokens 331 us (772 without segments), 16 of 512 223 us, 40
+tokens 9.9 us. Tuning met a silently wrong tile (16 channels, 64 tokens, 8 warps: error 0.28), hence its checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One Mamba2 step of every decode: the state is read once and written once, everything else is small beside it.
 
 A program owns BP channels of one head of one sequence, so a state of any size streams through registers. Source:
-selective state update of mamba_ssm; our prototype: 90 to 94 % of the copy rate from 64 sequences with 16 channels and
-one warp a program (fp32 state).
+selective state update of mamba_ssm. Measured on an H200 (48 x 64 x 128, fp32): 1 / 8 / 64 / 256 sequences in 2.1 / 7.9
+/ 52.7 / 202 us (35 / 75 / 90 / 93 % of the copy rate) with 16 channels and one warp a program.
 """
 
 from __future__ import annotations

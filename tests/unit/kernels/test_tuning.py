@@ -1,0 +1,49 @@
+"""Shipped tuning tables are well formed, and every linear entry names a kernel that fits its shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from engram_kernels.linear.kernel import Gemv, Skinny, _parse, plan
+from engram_kernels.tuning import load_table, tuned, tuned_or_none
+from engram_kernels.tuning.tables import table_name
+
+LINEAR = load_table("nvidia_h200")["linear"]
+
+
+def test_a_table_is_found_by_the_name_of_the_gpu() -> None:
+    assert table_name("NVIDIA H200") == "nvidia_h200"
+    assert load_table("no_such_gpu") == {}
+
+
+@pytest.mark.parametrize("key", sorted(LINEAR))
+def test_linear_entries_fit_their_shape(key: str) -> None:
+    rows, _, k = (int(part.partition("=")[2]) for part in key.split(","))
+    choice = _parse(LINEAR[key])
+    if isinstance(choice, Gemv):
+        assert choice.bk & (choice.bk - 1) == 0
+        assert choice.bk * 4 >= k
+    elif isinstance(choice, Skinny):
+        assert k % choice.bk == 0
+        assert choice.bm >= min(rows, 16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (1000, 1536), (4096, 5120), (4096, 28672), (96, 100)])
+def test_the_rules_cover_shapes_that_no_table_lists(rows: int, n: int, k: int) -> None:
+    choice = plan(rows, n, k, 132)
+    if isinstance(choice, Gemv):
+        assert choice.bk * 4 >= k
+    elif isinstance(choice, Skinny):
+        assert k % choice.bk == 0
+
+
+def test_many_rows_are_left_to_cublas() -> None:
+    assert plan(65, 4096, 4096, 132) is None
+
+
+def test_lookups_fall_back_to_the_entry_for_everything() -> None:
+    assert tuned("ssd_scan", {"dtype": "something new"}) == load_table("default")["ssd_scan"]["*"]
+    assert tuned_or_none("linear", "rows=1,n=7,k=7") is None
+    with pytest.raises(ValueError, match="no tuning entry for op 'nothing'"):
+        tuned("nothing", {})
