@@ -59,7 +59,7 @@ osd failsafe full ratio=.99
 mon osd full ratio=.99
 mon osd nearfull ratio=.99
 mon osd backfillfull ratio=.99
-rgw frontends=beast endpoint=127.0.0.1:{port}
+rgw frontends=beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw data={folder}/rgw
 keyring={folder}/keyring
 rgw lc debug interval=10
