@@ -41,7 +41,8 @@ test-integration: install ## real servers on loopback, real weights (fetched onc
 
 # On a bare GPU machine only torch, triton, transformers and pytest are needed: nothing is installed or fetched.
 test-gpu: ## kernels on a CUDA device
-	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings=
+	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings= \
+		$$($${PYTHON:-python3} -c "import xdist" 2>/dev/null && echo "-n 12")  # compiling is most of it: about 1 minute, 7 without xdist
 
 openapi: install ## regenerate docs/openapi.json
 	$(BIN)/python scripts/openapi.py

@@ -39,7 +39,7 @@ def gemv_candidates(k: int, rows: int) -> list[Gemv]:
             bk = triton.next_power_of_2(-(-k // tiles))
             if -(-k // bk) != tiles or bk * tiles > 4 * k // 3 + 1:
                 continue
-            for warps in (2, 4, 8):
+            for warps in (1, 2, 4, 8):
                 registers = bn * bk * tiles // 2 // (32 * warps)
                 if 4 <= registers <= 48 and bn * bk // (32 * warps) <= 64 and not (rows > 2 and bn < 2):
                     found.append(Gemv(bn, bk, warps))
