@@ -75,6 +75,8 @@ class Boundaries:
         self._post_release = post_release
         self._held: dict[TurnKey, _Held] = {}
         self._newest: OrderedDict[tuple[str, str, str], tuple[int, str | None]] = OrderedDict()
+        self._rewarmed: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """Tokens computed in the background for a conversation, until a turn of it reports them."""
         self.saves_requested = 0
         self.saves_superseded = 0
 
@@ -281,6 +283,18 @@ class Boundaries:
         self._newest.move_to_end(key)
         if len(self._newest) > REMEMBERED_TURNS:
             self._newest.popitem(last=False)
+
+    def note_rewarmed(self, request: Request, tokens: int) -> None:
+        """A warm-up of the request's conversation computed `tokens`; its next turn reports them."""
+        key = (request.tenant, self.identify(request).conversation_id)
+        self._rewarmed[key] = self._rewarmed.get(key, 0) + tokens
+        self._rewarmed.move_to_end(key)
+        if len(self._rewarmed) > REMEMBERED_TURNS:
+            self._rewarmed.popitem(last=False)
+
+    def take_rewarmed(self, request: Request) -> int:
+        """Tokens computed in the background for the request's conversation that no turn has reported yet."""
+        return self._rewarmed.pop((request.tenant, self.identify(request).conversation_id), 0)
 
     def expect_warm(self, request: Request) -> None:
         """A warm-up of this turn was queued: its turn_end may wait longer."""

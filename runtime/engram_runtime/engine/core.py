@@ -317,6 +317,8 @@ class LLMEngine:
         if request.turn is not None and request.report is None:
             request.report = self._report(request)
         if request.warm_boundary is not None:
+            if sequence.prefilled_tokens:
+                self._boundaries.note_rewarmed(request, sequence.prefilled_tokens)
             self._outbox.append(
                 RequestOutput(
                     request.request_id, finish_reason=reason, turn=request.report, prompt_tokens=len(request.prompt_ids)
@@ -341,7 +343,7 @@ class LLMEngine:
             boundary=request.boundary,
             restored_tokens=first.prefix_tokens,
             prefilled_tokens=0 if warm else first.prefilled_tokens,
-            rewarmed_tokens=first.prefilled_tokens if warm else 0,
+            rewarmed_tokens=first.prefilled_tokens if warm else self._boundaries.take_rewarmed(request),
             recomputed_tokens=first.recomputed_tokens,
             tier="gpu" if first.prefix_tokens else None,
             auto_save=turn is not None and turn.save and self.snapshots is not None,

@@ -56,6 +56,8 @@ class Intake:
             leader = request.sequences[0] if index else None
             sequence = self._sequence(request, self._row(params, (seed + index) & SEED_MASK), max_new, priority)
             sequence.leader = leader
+            if leader is None and turn is not None and not turn.restore:
+                sequence.use_prefix = False  # the index is where snapshots are found: stateless reads none of it
             request.sequences.append(sequence)
             request.transcripts.append(Transcript(self._tokenizer, prompt, params, self._eos_ids, max_new))
         if self._geometry.has_state:

@@ -42,8 +42,9 @@ class TurnSpec:
 class TurnReport:
     """What happened to the turn's memory. Token counts are prompt tokens; times are milliseconds.
 
-    restored = taken over from any tier; prefilled = computed in the foreground; rewarmed = computed in the
-    background; recomputed = computed again after a preemption that found no room to swap.
+    restored = taken over from any tier; prefilled = computed in the foreground; rewarmed = computed in the background,
+    for a turn: since the conversation's last one; recomputed = computed again after a preemption that found no room
+    to swap.
     """
 
     conversation_id: str

@@ -303,3 +303,27 @@ def test_blocks_under_a_save_are_not_reused(bench: Make, states: int) -> None:
         release()
     one.engine.check_integrity()
     assert one.engine.stats().blocks_used == 0
+
+
+def test_the_next_turn_reports_what_was_rewarmed_for_it_once(bench: Make, states: int) -> None:
+    one = bench(states=states, snapshots=True)
+    output, tokens = run_turn(one, SYSTEM, [1, 2])
+    assert report_of(output).rewarmed_tokens == 0
+    warm(one, [*tokens, 93, 94], report_of(output))
+    conversation = report_of(output).conversation_id
+    second, tokens = run_turn(one, [*tokens, 93, 94], [3], conversation_id=conversation)
+    assert report_of(second).rewarmed_tokens == 3
+    assert report_of(second).restored_tokens + report_of(second).prefilled_tokens == second.prompt_tokens
+    third, _ = run_turn(one, [*tokens, 93], [4], conversation_id=conversation)
+    assert report_of(third).rewarmed_tokens == 0
+
+
+def test_a_turn_that_must_not_restore_reads_nothing_from_the_gpu_tier_either(bench: Make, states: int) -> None:
+    one = bench(states=states, snapshots=True)
+    output, _ = run_turn(one, SYSTEM, [1, 2])
+    assert output.cached_tokens == 0
+    again, _ = run_turn(one, SYSTEM, [1, 2], restore=False, save=False)
+    assert again.cached_tokens == report_of(again).restored_tokens == 0
+    assert report_of(again).prefilled_tokens == again.prompt_tokens
+    assert again.token_ids == output.token_ids
+    one.engine.check_integrity()
