@@ -80,6 +80,8 @@ def commit(
         _ensure_file(repository, draft, file, source, live_seconds)
     manifest = draft.manifest
     stored = repository.read_ref(draft.space, manifest.conversation_id, manifest.branch_name)
+    if _lost(stored, draft, manifest, own):
+        stored = _without_dead_head(repository, draft.space, stored)
     lost = _lost(stored, draft, manifest, own)
     if lost and rule is HeadRule.CONTEST:
         manifest = manifest.on_branch(ids.losing_branch(manifest.branch_name))
@@ -113,9 +115,10 @@ def move_to_branch(repository: Repository, draft: Draft, manifest: Manifest) -> 
 def adopt(repository: Repository, space: Space, chain: TokenChain, manifest: Manifest, own: Collection[str]) -> None:
     """Finish the commit of a writer that died between the manifest and the head: anchors, then the head if it may move.
 
-    Changes nothing for a snapshot that its branch already lists.
+    Changes nothing for a snapshot that its branch already lists. NotFound when the snapshot is not there (any more).
     """
     for _ in range(SWAP_ATTEMPTS):
+        repository.store.head(space.snapshot(manifest.snapshot_id))
         stored = repository.read_ref(space, manifest.conversation_id, manifest.branch_name)
         if stored is not None and stored.ref is not None:
             listed = stored.ref.entry(manifest.snapshot_id) is not None
@@ -125,9 +128,14 @@ def adopt(repository: Repository, space: Space, chain: TokenChain, manifest: Man
             repository.write_anchor(space, anchor.name, Anchor(manifest.snapshot_id, anchor.position))
         try:
             _swap(repository, space, manifest, stored)
-            return
         except Conflict:
             continue
+        try:
+            repository.store.head(space.snapshot(manifest.snapshot_id))
+        except NotFound:
+            drop_from_ref(repository, space, manifest)  # deleted in between
+            raise
+        return
 
 
 def force_head(repository: Repository, space: Space, manifest: Manifest) -> None:
@@ -146,10 +154,21 @@ def erase(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs
     """Take a snapshot out of a repository: head, manifest (from then on it is not there), anchors, label. KV files are
     left to the sweep. `heirs` names snapshots that stay and have the same pieces. Deleting what is gone already is
     not an error."""
-    drop_from_ref(repository, space, manifest)
+    for branch in {manifest.branch_name, _stored_branch(repository, space, manifest)}:
+        drop_from_ref(repository, space, manifest.on_branch(branch))
     repository.store.delete(space.snapshot(manifest.snapshot_id))
     drop_anchors(repository, space, manifest, heirs)
     repository.store.delete(space.label(manifest.snapshot_id))
+
+
+def _stored_branch(repository: Repository, space: Space, manifest: Manifest) -> str:
+    """Its branch as stored now: whoever read the manifest earlier may have read it before it lost its head."""
+    try:
+        return repository.open_snapshot(space, manifest.snapshot_id).manifest.branch_name
+    except StoreUnavailable:
+        raise
+    except SnapshotError:
+        return manifest.branch_name
 
 
 def drop_from_ref(repository: Repository, space: Space, manifest: Manifest) -> None:
@@ -229,6 +248,18 @@ def _lost(stored: StoredRef | None, draft: Draft, manifest: Manifest, own: Colle
     if stored.ref.led_on(manifest.snapshot_id):
         return False
     return not refs.may_advance(stored.ref, manifest, draft.chain.key, own)
+
+
+def _without_dead_head(repository: Repository, space: Space, stored: StoredRef | None) -> StoredRef | None:
+    """A snapshot deleted by somebody else just before its head was moved to it leaves a head that is not there; a turn
+    must not become a branch because of it."""
+    while stored is not None and stored.ref is not None:
+        try:
+            repository.store.head(space.snapshot(stored.ref.head))
+            break
+        except NotFound:
+            stored = StoredRef(stored.ref.without(frozenset({stored.ref.head})), stored.tag)
+    return stored
 
 
 def _swap(

@@ -268,7 +268,7 @@ class Keeper:
     def _finish_deletion(self, record: Record, event_id: str) -> None:
         for tier in reversed(self._shared.tiers):
             try:
-                self._erase(tier, record)
+                self._erase(tier, record.space, record.manifest)
                 if tier is self._shared.authority:
                     with tier.writing():
                         tier.repository.write_tombstone(record.space, event_id, [record.snapshot_id])
@@ -281,17 +281,17 @@ class Keeper:
         """A save finished after the snapshot had been deleted."""
         for tier in self._shared.tiers:
             try:
-                self._erase(tier, record)
+                self._erase(tier, record.space, record.manifest)
             except SnapshotError as error:
                 log.warning("deleted snapshot %s stays on tier %s: %s", record.snapshot_id, tier.name, error)
 
-    def _erase(self, tier: Tier, record: Record) -> None:
+    def _erase(self, tier: Tier, space: Space, manifest: Manifest) -> None:
         with tier.writing():
             if tier.name == "disk":
                 with self._quota.exclusive():
-                    commit.erase(tier.repository, record.space, record.manifest)
+                    commit.erase(tier.repository, space, manifest)
             else:
-                commit.erase(tier.repository, record.space, record.manifest)
+                commit.erase(tier.repository, space, manifest)
 
     # Being told
 
@@ -303,15 +303,14 @@ class Keeper:
         """Deleted, by whomever: forget it, keep it from coming back, free its state."""
         record = self._shared.catalogue.mark_gone(space, snapshot_id)
         self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
-        if record is None:
-            return
-        for ref in record.manifest.pieces:
+        for ref in () if record is None else record.manifest.pieces:
             if self._shared.catalogue.piece(space, ref.start, ref.chain) is None:
                 self._shared.host.remove(ItemKey(space, ref.file, ref.tensor))
         for tier in self._shared.tiers:
-            if tier is not self._shared.authority and tier.name in record.tiers:
+            if tier is not self._shared.authority:
                 with suppress(SnapshotError):
-                    self._erase(tier, record)
+                    manifest = None if record is None else record.manifest
+                    self._erase(tier, space, manifest or self._shared.open(tier, space, snapshot_id).manifest)
 
     def swept(self, space: Space, snapshot_id: str) -> None:
         """A sweep took it from one tier; the others follow their own copy of the rules."""

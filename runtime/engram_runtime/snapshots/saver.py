@@ -13,9 +13,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from engram_runtime.errors import SnapshotError
+from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots import commit as commits
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.gather import gather, keep_on_host, redraft
@@ -305,10 +306,17 @@ class Saver:
             return
         draft = replace(write.draft, manifest=before)
         try:
-            with disk.writing():
+            with disk.writing(), self._held(disk):
+                disk.repository.store.head(draft.space.snapshot(write.record.snapshot_id))
                 commits.move_to_branch(disk.repository, draft, write.record.manifest)
+        except NotFound:
+            write.record.tiers.discard(disk.name)  # evicted meanwhile
         except Exception as error:
             self._failed(write, disk, error)
+
+    def _held(self, tier: Tier) -> AbstractContextManager[None]:
+        """Against evictions, which only a disk has."""
+        return self._quota.room(0) if tier.name == "disk" else nullcontext()
 
     def _missing_from(self, record: Record) -> list[Tier]:
         """Durable tiers without the snapshot. One that was not asked since this process knows the snapshot is asked."""
@@ -358,9 +366,11 @@ class Saver:
             if tier.name not in existing.tiers:
                 continue
             try:
-                with tier.writing():
+                with tier.writing(), self._held(tier):
                     own = self._own(existing.manifest, existing.space)
                     commits.adopt(tier.repository, existing.space, chain, existing.manifest, own)
+            except NotFound:
+                self._shared.forget(existing, tier.name)
             except SnapshotError as error:
                 log.warning("tier %s: head not moved to snapshot %s: %s", tier.name, existing.snapshot_id, error)
                 return

@@ -66,7 +66,10 @@ class Sweeper:
             chosen = choose_deletions((fact for _, fact in facts.values()), policy, started)
             by_space: dict[Space, list[str]] = {}
             for snapshot_id in chosen:
-                by_space.setdefault(facts[snapshot_id][0], []).append(snapshot_id)
+                space = facts[snapshot_id][0]
+                # A young one may still be on its way to its head.
+                if started - listing.snapshots[space, snapshot_id].modified >= self._config.gc_grace_seconds:
+                    by_space.setdefault(space, []).append(snapshot_id)
         deleted, freed = 0, 0
         with tier.writing():
             for space, snapshot_ids in by_space.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,4 +117,6 @@ def run_job(world: World, job: str, parent: str) -> None:
     elif job == "delete":
         world.service.delete("default", parent)
     else:
+        # The service was opened with its usual grace, which protects everything so young.
+        world.service._sweeper._config = replace(world.config, gc_grace_seconds=0)
         world.service.sweep()

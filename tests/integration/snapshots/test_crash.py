@@ -132,7 +132,7 @@ def test_sweep(tmp_path: Path, layout: str, tiers: tuple[str, ...]) -> None:
         world.check(world.find(PROMPT, candidates=(SECOND,)), second)
         for report in world.service.fsck():
             assert report.ok, report.problems
-        world.service.sweep()
+        run_job(world, "sweep", second.snapshot_id)
         world.start()
         world.check(world.find(PROMPT, candidates=(SECOND,)), second)
         assert [info.snapshot_id for info in world.service.list("default").items] == [second.snapshot_id]

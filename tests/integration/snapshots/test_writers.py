@@ -106,6 +106,20 @@ def test_a_turn_stored_after_its_continuation(make_world: Callable[..., World]) 
     assert world.service.set_head("default", held.snapshot_id).is_head
 
 
+def test_a_head_that_is_not_there_opens_no_branch(make_world: Callable[..., World]) -> None:
+    world = make_world("dense")
+    first = world.save(PROMPT[:100])
+    second = world.save([*PROMPT[:100], *tokens(30, seed=1)], turn=2, parent=first.snapshot_id)
+    world.start()
+    for root in (world.disk_path, world.store_path):
+        next(root.rglob(f"snap/*/{second.snapshot_id}")).unlink()
+    assert world.service.resolve("default", "c").snapshot_id == first.snapshot_id
+    again = world.save(PROMPT[:200], turn=2, parent=first.snapshot_id)
+    assert world.results[again.snapshot_id].branch_name == "main"
+    assert world.service.resolve("default", "c").snapshot_id == again.snapshot_id
+    assert all(report.ok for report in world.service.fsck())
+
+
 def test_regenerate_opens_a_branch(make_world: Callable[..., World]) -> None:
     world = make_world("dense")
     first = world.save(PROMPT[:100])
