@@ -9,7 +9,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
-.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-provider openapi clean
+.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider openapi clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -43,6 +43,10 @@ test-integration: install ## real servers on loopback, real weights (fetched onc
 test-gpu: ## kernels on a CUDA device
 	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings= \
 		$$($${PYTHON:-python3} -c "import xdist" 2>/dev/null && echo "-n 12")  # compiling is most of it: about 1 minute, 7 without xdist
+
+bench-gpu: ## PART=decode: time per output token through the engine, on a CUDA device; JSON to $OUT when it is set
+	@case "$(PART)" in decode) ;; *) echo "PART must be decode"; exit 2 ;; esac
+	PYTHONPATH=kernels:runtime:. $${PYTHON:-python3} tests/bench/bench_$(PART).py
 
 openapi: install ## regenerate docs/openapi.json
 	$(BIN)/python scripts/openapi.py

@@ -40,7 +40,10 @@ class EngineConfig:
     refuse_slow_restores: bool = False
     """Prefill instead where the measured rates say that a restore would take longer."""
     progress: bool = True
+    gpu_memory_utilization: float | None = None
+    """Share of the card that weights, steps and caches take together; None: 0.9. Refused on a CPU."""
     use_cuda_graph: bool | None = None
+    """Record decode steps; None: where the ops allow it."""
     tensor_parallel_size: int = 1
     quantization: str | None = None
 
@@ -65,6 +68,8 @@ class EngineConfig:
         for name in ("swap_bytes", "turn_end_grace_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.restore_timeout_seconds <= 0:
             raise ValueError(f"restore_timeout_seconds must be > 0, got {self.restore_timeout_seconds}")
         if self.state_slots is not None and self.state_slots < self.max_num_seqs:
@@ -72,8 +77,10 @@ class EngineConfig:
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
-        if self.use_cuda_graph:
-            raise ValueError("use_cuda_graph=True cannot be honoured: the torch reference backend records no graphs")
+        if self.device == "cpu" and self.use_cuda_graph:
+            raise ValueError("use_cuda_graph=True cannot be honoured: there are no CUDA graphs on a CPU")
+        if self.device == "cpu" and self.gpu_memory_utilization is not None:
+            raise ValueError(f"gpu_memory_utilization is for GPUs, device is cpu; got {self.gpu_memory_utilization}")
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size must be 1 on this backend (one process), got {self.tensor_parallel_size}"

@@ -15,6 +15,9 @@ from tqdm import tqdm
 from engram_kernels import Ops, Registry
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
+from engram_runtime.executor.device.build import build_executor
+from engram_runtime.executor.device.executor import DeviceExecutor
+from engram_runtime.executor.device.graphs import why_not_recorded
 from engram_runtime.executor.executor import Executor
 from engram_runtime.executor.memory import CacheRequest, free_memory, plan_caches
 from engram_runtime.executor.transfer import state_layout
@@ -33,7 +36,7 @@ from engram_runtime.snapshots.types import SnapshotConfig
 class LoadedModel:
     """A model with its caches, ready for an engine."""
 
-    executor: Executor
+    executor: Executor | DeviceExecutor
     spec: ModelSpec
     tokenizer: Any
     eos_ids: frozenset[int]
@@ -54,7 +57,12 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
     path = Path(config.model)
     model_config = load_config(path)
     dtype = resolve_dtype(model_config, device, config.dtype)
+    if device.type == "cpu" and config.gpu_memory_utilization is not None:
+        raise ValueError(f"gpu_memory_utilization is for GPUs, this is a CPU; got {config.gpu_memory_utilization}")
     ops = Ops.bind(device, dtype, config.op_overrides, registry)
+    unrecorded = why_not_recorded(device, dtype, config.op_overrides, registry)
+    if config.use_cuda_graph and unrecorded is not None:
+        raise ValueError(f"use_cuda_graph=True cannot be honoured: {unrecorded}")
     tokenizer = load_tokenizer(config.tokenizer or path)
     with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not config.progress) as bar:
 
@@ -72,8 +80,19 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
         state_slots=config.state_slots,
         checkpoint_slots=config.checkpoint_slots,
     )
-    geometry = plan_caches(model.spec, request, free_memory(device))
-    executor = Executor(model, ops, geometry, device)
+    executor: Executor | DeviceExecutor
+    if device.type == "cuda":
+        executor = build_executor(
+            model,
+            ops,
+            request,
+            device,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            utilization=config.gpu_memory_utilization,
+            record=unrecorded is None and config.use_cuda_graph is not False,
+        )
+    else:
+        executor = Executor(model, ops, plan_caches(model.spec, request, free_memory(device)), device)
     return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer))
 
 

@@ -32,6 +32,8 @@ class CacheRequest:
     kv_cache_tokens: int | None = None
     state_slots: int | None = None
     checkpoint_slots: int | None = None
+    fill: bool = False
+    """Blocks take all the memory there is, also what running sequences cannot use: it is the first tier of turns."""
 
 
 def plan_caches(spec: ModelSpec, request: CacheRequest, free_bytes: int) -> CacheGeometry:
@@ -41,7 +43,10 @@ def plan_caches(spec: ModelSpec, request: CacheRequest, free_bytes: int) -> Cach
     if window > limit:
         raise ValueError(f"max_model_len must be <= {limit} (the model's window), got {window}")
     per_token = spec.kv_bytes_per_token()
-    num_blocks = _blocks(request, window, per_token, free_bytes)
+    state_bytes = spec.state_bytes()
+    slots = _slots(request, state_bytes, free_bytes) if spec.state is not None else 0
+    usable = free_bytes - slots * state_bytes if request.fill else int(free_bytes * CACHE_SHARE)
+    num_blocks = _blocks(request, window, per_token, usable)
     if num_blocks * PAGE < window:
         if request.max_model_len is not None and request.kv_cache_tokens is not None:
             raise ValueError(
@@ -50,18 +55,9 @@ def plan_caches(spec: ModelSpec, request: CacheRequest, free_bytes: int) -> Cach
         if request.max_model_len is not None:
             raise ValueError(
                 f"max_model_len must be <= {num_blocks * PAGE}: a cache for {window} tokens needs "
-                f"{window * per_token} bytes, {int(free_bytes * CACHE_SHARE)} may be used"
+                f"{window * per_token} bytes, {usable} may be used"
             )
         window = num_blocks * PAGE
-    slots = 0
-    state_bytes = spec.state_bytes()
-    if spec.state is not None:
-        running = request.state_slots or request.max_num_seqs
-        kept = request.checkpoint_slots
-        if kept is None:
-            kept = min(int(free_bytes * CHECKPOINT_SHARE) // state_bytes, MAX_DEFAULT_CHECKPOINTS)
-            kept = max(kept, request.max_num_seqs, 4)
-        slots = running + kept
     geometry = CacheGeometry(num_blocks, PAGE, slots, per_token, state_bytes, window)
     wanted = num_blocks * PAGE * per_token + slots * state_bytes
     if wanted > free_bytes:
@@ -70,13 +66,22 @@ def plan_caches(spec: ModelSpec, request: CacheRequest, free_bytes: int) -> Cach
     return geometry
 
 
-def _blocks(request: CacheRequest, window: int, per_token: int, free_bytes: int) -> int:
+def _slots(request: CacheRequest, state_bytes: int, free_bytes: int) -> int:
+    running = request.state_slots or request.max_num_seqs
+    kept = request.checkpoint_slots
+    if kept is None:
+        kept = min(int(free_bytes * CHECKPOINT_SHARE) // state_bytes, MAX_DEFAULT_CHECKPOINTS)
+        kept = max(kept, request.max_num_seqs, 4)
+    return running + kept
+
+
+def _blocks(request: CacheRequest, window: int, per_token: int, usable: int) -> int:
     if request.kv_cache_tokens is not None:
         return request.kv_cache_tokens // PAGE
     useful = request.max_num_seqs * -(-window // PAGE)
     if per_token == 0:
         return useful
-    blocks = min(int(free_bytes * CACHE_SHARE) // (per_token * PAGE), useful)
+    blocks = usable // (per_token * PAGE) if request.fill else min(usable // (per_token * PAGE), useful)
     if blocks < 1:
         raise ValueError(f"kv_cache_tokens cannot be derived: one block needs {per_token * PAGE} bytes")
     return blocks

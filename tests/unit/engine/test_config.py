@@ -14,7 +14,6 @@ from engram_runtime.engine.config import EngineConfig
     [
         ("model", ""),
         ("dtype", "float8"),
-        ("device", "tpu"),
         ("max_model_len", 1),
         ("kv_cache_tokens", 3),
         ("max_num_seqs", 0),
@@ -25,13 +24,21 @@ from engram_runtime.engine.config import EngineConfig
         ("turn_end_grace_seconds", -0.1),
         ("restore_timeout_seconds", 0.0),
         ("use_cuda_graph", True),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", 0.5),
         ("tensor_parallel_size", 2),
         ("quantization", "fp8"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}"):
-        EngineConfig(**{"model": "m", field: value})
+        EngineConfig(**{"model": "m", "device": "cpu", field: value})
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^device must be one of"):
+        EngineConfig("m", device="tpu")
 
 
 def test_what_is_off_by_default_may_be_said() -> None:

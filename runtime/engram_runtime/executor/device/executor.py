@@ -60,6 +60,7 @@ class DeviceExecutor:
         self._model, self._ops, self._geometry, self._device = model, ops, geometry, device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._max_rows = max_num_seqs
         # One block and one state slot more than anybody is told of, for the rows that fill a batch up.

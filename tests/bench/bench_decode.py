@@ -1,0 +1,153 @@
+"""Decode through the whole engine: scheduler, device executor, results one step late; no HTTP, no tokenizer.
+
+    PYTHONPATH=kernels:runtime:. python tests/bench/bench_decode.py [--models Qwen3-0.6B] [--batches 1,8,64]
+
+Prompts of 512 random tokens, 128 generated greedily; the time per output token is the median interval between steps in
+which every sequence decodes. Beside it: the floor (bytes that must move over the copy rate), the bare graph of the
+model's step from bench_step, and the figure of vLLM 0.26.0 on the same card (docs/performance.md). Every run is checked
+in the same process: the prompt and the answer are computed again by prefill, and each token must be among the model's
+first choices there, within what half precision can tell apart. A time below the floor is refused. Results: decode.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from engram_kernels import Ops
+from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.executor.device.build import build_executor
+from engram_runtime.executor.device.executor import DeviceExecutor
+from engram_runtime.executor.memory import CacheRequest
+from engram_runtime.models.base import CausalLM
+from tests.bench import bench_step
+from tests.bench.gpu_timing import COPY_TBS, save
+
+PROMPT, NEW = 512, 128
+VLLM_MS = {
+    "Qwen3-0.6B": {1: 2.24, 8: 2.56, 64: 3.66, 256: 6.55},
+    "Qwen3-8B": {1: 5.15, 8: 5.54, 64: 6.85, 256: 14.0},
+    "Llama-3.1-8B": {1: 4.89, 8: 5.08, 64: 6.57},
+    "Granite-4.0-H-tiny": {1: 3.5, 8: 5.03, 64: 8.4, 256: 29.0},
+}
+TIE = 0.15
+"""Log-probability by which a choice may fall behind another way of computing the same logits in bf16."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=NEW, ignore_eos=True)
+
+
+def engine_over(model: CausalLM, seqs: int) -> tuple[LLMEngine, DeviceExecutor, float]:
+    """An engine that takes most of the card, and the seconds its executor took to build."""
+    ops = Ops.bind("cuda", torch.bfloat16)
+    started = time.perf_counter()
+    executor = build_executor(
+        model,
+        ops,
+        CacheRequest(seqs, 2048),
+        torch.device("cuda"),
+        max_num_batched_tokens=8192,
+        utilization=None,
+        record=True,
+    )
+    seconds = time.perf_counter() - started
+    config = EngineConfig("random", max_num_seqs=seqs, max_num_batched_tokens=8192, seed=0, progress=False)
+    engine = LLMEngine(config, executor, vocab_size=model.spec.vocab_size, transfer=executor.transfer)
+    return engine, executor, seconds
+
+
+def prompts_for(model: CausalLM, batch: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(model.spec.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+
+
+def generate(
+    engine: LLMEngine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], list[float]]:
+    """Answers, and the milliseconds between steps in which everybody decoded."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"r{number}", prompt, params)
+    answers: list[list[int]] = [[] for _ in prompts]
+    intervals, last = [], None
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            answers[int(output.request_id[1:])] += output.new_token_ids
+        everybody = len(outputs) == len(prompts) and min(map(len, answers)) > 2
+        if everybody and last is not None:
+            intervals.append((now - last) * 1e3)
+        last = now if everybody else None
+    return answers, intervals
+
+
+def check(engine: LLMEngine, prompts: list[list[int]], answers: list[list[int]]) -> float:
+    """Largest log-probability by which a greedy choice falls behind when prefill computes it again."""
+    worst = 0.0
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if len(answer) != NEW:
+            raise RuntimeError(f"answer {number} has {len(answer)} tokens, not {NEW}")
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        engine.add_request(f"c{number}", prompt + answer, params)
+        scores: list[Any] = []
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                scores = output.prompt_logprobs or scores
+        for score in scores[len(prompt) :]:
+            worst = max(worst, score.top[0][1] - score.logprob)
+    return worst
+
+
+def measure(engine: LLMEngine, model: CausalLM, name: str, batch: int) -> dict[str, Any]:
+    generate(engine, prompts_for(model, batch, 1), GREEDY)  # compiles, records
+    prompts = prompts_for(model, batch, 2)
+    answers, intervals = generate(engine, prompts, GREEDY)
+    worst = check(engine, prompts[:4], answers[:4])
+    generate(engine, prompts_for(model, batch, 3), SAMPLED)
+    _, sampled = generate(engine, prompts_for(model, batch, 4), SAMPLED)
+    floor = bench_step._read_bytes(model, batch, PROMPT + NEW // 2) / COPY_TBS / 1e9
+    tpot = statistics.median(intervals)
+    graph = bench_step.decode(model, name, batch, False)["ms"]
+    row = {
+        "model": name, "batch": batch, "prompt": PROMPT, "generated": NEW, "tpot_ms": round(tpot, 3),
+        "sampled_tpot_ms": round(statistics.median(sampled), 3), "graph_ms": graph, "floor_ms": round(floor, 3),
+        "percent_of_floor": round(100 * floor / tpot), "vllm_ms": VLLM_MS.get(name, {}).get(batch),
+        "p95_ms": round(sorted(intervals)[int(0.95 * len(intervals))], 3), "worst_tie": round(worst, 4),
+    }  # fmt: skip
+    print(row, flush=True)
+    if tpot < floor:
+        raise RuntimeError(f"{tpot} ms is below the floor of {floor} ms: something was not computed")
+    if worst > TIE:
+        raise RuntimeError(f"a greedy choice falls {worst} behind when prefill computes it again")
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="Qwen3-0.6B")
+    parser.add_argument("--batches", default="1,8,64")
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    rows: list[dict[str, Any]] = []
+    for name in args.models.split(","):
+        with torch.no_grad():
+            model = bench_step.build(name, positions=4096)
+        engine, executor, seconds = engine_over(model, max(batches))
+        print(f"{name}: executor built in {seconds:.1f} s, {executor.geometry.num_blocks} blocks", flush=True)
+        for batch in batches:
+            rows.append({**measure(engine, model, name, batch), "build_seconds": round(seconds, 1)})
+            save("decode.json", {"results": rows})
+        engine.close()
+        del engine, executor, model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

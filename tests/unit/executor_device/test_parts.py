@@ -1,0 +1,149 @@
+"""The pieces of the device executor one by one: packing, tables, gathering, seen tokens, ways of sampling, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engram_kernels.metadata import PAGE
+from engram_runtime.executor.device.gather import gather
+from engram_runtime.executor.device.graphs import DecodeGraphs, batch_sizes, why_not_recorded
+from engram_runtime.executor.device.inputs import decode_lines, gather_reference
+from engram_runtime.executor.device.sampling import Way, way_of
+from engram_runtime.executor.device.staging import Packer, float_bits
+from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, open_words
+from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan
+from tests.support.device_step import Again
+
+CPU = torch.device("cpu")
+
+
+def opened(row: int, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), **sampling: Any) -> RowOpen:
+    return RowOpen(row, RowSampling(**sampling), prompt, output)
+
+
+def decode(row: int, start: int, blocks: tuple[int, ...], slot: int = 0) -> SequencePlan:
+    return SequencePlan(row, start, None, blocks, slot, True)
+
+
+def test_arrays_of_any_kind_travel_in_one_copy() -> None:
+    packer = Packer(CPU)
+    first, nothing, floats = packer.add([1, -5]), packer.add([]), packer.add(float_bits([0.25, -1e30]))
+    packer.flush()
+    assert packer.take(first).tolist() == [1, -5]
+    assert packer.take(nothing).tolist() == []
+    assert packer.take(floats).view(torch.float64).tolist() == [0.25, -1e30]
+    with pytest.raises(RuntimeError, match="before its copy"):
+        Packer(CPU).take(first)
+
+
+def test_an_opened_row_holds_what_was_asked_for() -> None:
+    tables = RowTables(3, 4, 9, CPU)
+    words = open_words(opened(1, (5,), (7, 8), temperature=0.5, seed=-3, top_k=11, min_p=0.125, top_p=0.75))
+    tables.open(torch.tensor(words + open_words(opened(2))))
+    assert tables.last.tolist()[1:3] == [8, 0]
+    assert tables.ints[:, 1].tolist() == [-3, 11]
+    assert tables.floats[:, 1].tolist() == [0.5, 0.75, 0.125, 1.0, 0.0, 0.0]
+    assert tables.floats[:, 2].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_only_new_blocks_are_sent() -> None:
+    row = HostRow(opened(0))
+    assert row.new_blocks((4, 5)) == (0, (4, 5))
+    assert row.new_blocks((4, 5)) == (2, ())
+    assert row.new_blocks((4, 5, 6)) == (2, (6,))
+    assert row.new_blocks((1, 2, 3, 8)) == (0, (1, 2, 3, 8))  # another table: all of it
+
+
+def test_a_batch_is_filled_up_with_the_spare_row() -> None:
+    tables = RowTables(8, 4, 30, CPU)
+    rows = {3: HostRow(opened(3)), 5: HostRow(opened(5))}
+    rows[3].new_blocks((7,))
+    lines, more = decode_lines([decode(3, 16, (7, 8), 2), decode(5, 40, (1, 2, 3), 1)], rows, 4, tables, 6)
+    assert lines.tolist() == [[3, 5, 8, 8], [16, 40, 0, 0], [2, 1, 6, 6], [1, 4, 4, 4], [8, 30, 30, 30]]
+    assert more == [(5, 0, 1), (5, 1, 2), (5, 2, 3)]
+
+
+def test_the_gathering_kernel_equals_its_reference() -> None:
+    generator = torch.Generator().manual_seed(4)
+    tables = RowTables(6, 2100, 77, CPU)
+    tables.last.random_(0, 500, generator=generator)
+    tables.ints.random_(-(1 << 40), 1 << 40, generator=generator)
+    tables.floats.uniform_(generator=generator)
+    tables.blocks[:-1].random_(0, 77, generator=generator)
+    positions = [0, 5, 2099 * PAGE + 3, 1100 * PAGE, 0]
+    columns = [tables.width, tables.width, tables.width, 1100, tables.width]
+    plan = torch.tensor([[2, 0, 4, 1, 6], positions, [0] * 5, columns, [77, 77, 77, 60, 77]])
+    before = tables.blocks.clone()
+    args = (tables.last, tables.ints, tables.floats)
+    expected = gather_reference(plan, *args, before)
+    found = gather(plan, *args, tables.blocks)
+    assert torch.equal(before[:, :-1], tables.blocks[:, :-1])
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if index == 5:  # block tables: defined up to each sequence's last block
+            for i, position in enumerate(positions):
+                assert torch.equal(a[i, : position // PAGE + 1], b[i, : position // PAGE + 1])
+        else:
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b[: a.shape[0]])
+
+
+def test_seen_tokens_are_counted_on_the_device() -> None:
+    seen = SeenTokens(3, 20, 10, CPU)
+    seen.open(opened(1, (4, 4, 9), (9, 5)))
+    seen.open(opened(0, (2,)))
+    rows = torch.tensor([1, 0])
+    for tokens in ([9, 2], [7, 3], [7, 2]):
+        seen.append(rows, torch.tensor(tokens))
+    places, ids, counts = seen.listed(rows, torch.tensor([2, 5]), 7, 6)
+    entries = {(p, i): c for p, i, c in zip(places.tolist(), ids.tolist(), counts.tolist(), strict=True) if p != 6}
+    assert entries == {(2, 4): 0, (2, 9): 2, (2, 5): 1, (2, 7): 2, (5, 2): 2, (5, 3): 1}
+
+
+@pytest.mark.parametrize(
+    ("styles", "way"),
+    [
+        ([{"temperature": 0.0}], Way.GREEDY),
+        ([{"temperature": 0.0, "top_p": 0.5}], Way.GREEDY),
+        ([{"temperature": 0.0}, {"temperature": 1.0}], Way.DRAW),
+        ([{"temperature": 1.0, "top_k": 4}, {"temperature": 1.0}], Way.CUT),
+        ([{"temperature": 0.0, "logprobs": 0}], Way.GREEDY),
+        ([{"temperature": 0.0}, {"logprobs": 2}], Way.HIDDEN),
+        ([{"logit_bias": ((1, 2.0),)}], Way.HIDDEN),
+        ([{"presence_penalty": 0.1}], Way.HIDDEN),
+        ([{"min_tokens": 3}], Way.HIDDEN),
+    ],
+)
+def test_the_cheapest_way_that_serves_everybody(styles: list[dict[str, Any]], way: Way) -> None:
+    assert way_of([HostRow(opened(i, **style)) for i, style in enumerate(styles)]) is way
+
+
+def test_sizes_waste_little_and_end_with_the_most() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(5) == (1, 2, 4, 5)
+    assert batch_sizes(64) == (1, 2, 4, 8, 16, 32, 64)
+    assert batch_sizes(300) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 300)
+    assert batch_sizes(512)[-4:] == (320, 384, 448, 512)
+
+
+def test_the_largest_size_is_recorded_first_and_each_once() -> None:
+    built: list[tuple[int, Way]] = []
+    rested: list[int] = []
+
+    def build(size: int, way: Way) -> Any:
+        built.append((size, way))
+        return lambda: ()
+
+    graphs = DecodeGraphs(16, Again(), build, rested.append)
+    assert [graphs.size_for(n) for n in (1, 3, 16)] == [1, 4, 16]
+    for size in (2, 2, 16, 4):
+        graphs.get(size, Way.DRAW)
+    assert built == [(16, Way.DRAW), (2, Way.DRAW), (4, Way.DRAW)]
+    assert rested == [16, 2, 4]
+    assert len(graphs) == 3
+
+
+def test_no_graphs_on_a_cpu() -> None:
+    assert why_not_recorded(CPU, torch.float32, None, None) == "there are no CUDA graphs on cpu"
