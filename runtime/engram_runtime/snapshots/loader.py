@@ -66,6 +66,11 @@ class Loader:
         speeds = {"host": self._shared.host_speed, **{tier.name: tier.speed for tier in self._shared.tiers}}
         return sum(speeds[tier].estimate(nbytes) for tier, nbytes in needs.items() if nbytes and tier in speeds)
 
+    def relax(self) -> None:
+        """A load was refused on the word of the estimate."""
+        for speed in (self._shared.host_speed, *(tier.speed for tier in self._shared.tiers)):
+            speed.relax()
+
     def load(self, record: Record, pieces: tuple[PieceRef, ...], deadline: float) -> Loaded:
         """All or nothing. SnapshotError with the reason; TimeoutError when `deadline` (monotonic) passes."""
         work: list[tuple[PieceRef | None, Future[tuple[Value, str]]]] = []

@@ -248,6 +248,8 @@ class Restorer:
         latency = min(tier.speed.latency_seconds for tier in self._shared.tiers)
         if (search.limit - search.best) / rate > latency:
             return True
+        for tier in self._shared.tiers:
+            tier.speed.relax()
         reason = f"asking would take {latency * 1e3:.1f} ms, longer than prefilling the rest"
         if reason not in search.reasons:
             search.reasons.append(reason)
@@ -265,6 +267,7 @@ class Restorer:
             estimate = self._loader.estimate(record, self._pieces(search, record, position))
             refusal = cost.refusal(estimate, tokens, search.query.prefill_tokens_per_second)
             if refusal is not None:
+                self._loader.relax()
                 search.reasons.append(refusal)
                 continue
             try:

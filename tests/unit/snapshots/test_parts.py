@@ -230,12 +230,17 @@ def test_breaker_pauses_and_tries_again() -> None:
 
 def test_speed_learns_latency_and_bandwidth_apart() -> None:
     speed = cost.Speed("store")
-    for _ in range(60):
+    for _ in range(120):
         speed.observe(100, 0.05)
         speed.observe(1 << 30, 0.05 + 1.0)
     assert speed.latency_seconds == pytest.approx(0.05, rel=0.05)
     assert speed.bytes_per_second == pytest.approx(1 << 30, rel=0.05)
     assert speed.estimate(1 << 30) == pytest.approx(1.05, rel=0.05)
+    speed.observe(100, 60.0)  # one outlier
+    assert speed.latency_seconds < 0.1
+    for _ in range(60):
+        speed.relax()
+    assert speed.estimate(1 << 30) < 0.01
     assert cost.refusal(1.0, 1000, None) is None
     assert cost.refusal(1.0, 1000, 500.0) is None
     assert "would take" in (cost.refusal(3.0, 1000, 500.0) or "")

@@ -1,7 +1,8 @@
 """Is a restore worth it? Measured tier speeds against the engine's prefill rate.
 
 Moving averages, because a disk's or a bucket's speed is whatever it is today. Latency is learnt from small reads and
-bandwidth from large ones, so that neither spoils the other.
+bandwidth from large ones, so that neither spoils the other. One slow read on a busy machine moves them little, and each
+refusal makes them a little better: a tier that is never asked would never be seen to have recovered.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import threading
 
 LARGE_READ = 1 << 20
 WEIGHT = 0.2
+OUTLIER = 4.0  # a read counts as at most this many times slower than expected
+RELAXATION = 1.1
 # Seconds and bytes per second before anything was measured. Optimistic: a tier that is never asked is never measured.
 DEFAULTS = {"host": (0.0001, 1e10), "disk": (0.0005, 2e9), "store": (0.002, 2e9)}
 
@@ -26,11 +29,20 @@ class Speed:
         """One read of `nbytes` took `seconds`."""
         with self._lock:
             if nbytes < LARGE_READ:
+                seconds = min(seconds, OUTLIER * self.latency_seconds + 1e-3)
                 self.latency_seconds += WEIGHT * (seconds - self.latency_seconds)
                 return
             rate = nbytes / max(seconds - self.latency_seconds, seconds / 10, 1e-9)
-            self.bytes_per_second += (WEIGHT if self.measured else 1.0) * (rate - self.bytes_per_second)
+            if self.measured:
+                rate = max(rate, self.bytes_per_second / OUTLIER)
+            self.bytes_per_second += (WEIGHT if self.measured else 0.5) * (rate - self.bytes_per_second)
             self.measured = True
+
+    def relax(self) -> None:
+        """A restore was refused because of these figures: believe them a little less."""
+        with self._lock:
+            self.latency_seconds /= RELAXATION
+            self.bytes_per_second *= RELAXATION
 
     def estimate(self, nbytes: int) -> float:
         """Seconds to read `nbytes`."""
