@@ -8,6 +8,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+case ${1:-} in -*)
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit 0
+    ;;
+esac
 venv=${1:-.venv}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/engram
 stamp=$venv/.engram-installed

@@ -6,6 +6,7 @@ python scripts/openapi.py --check    # exit 1 when the file is out of date
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -49,7 +50,9 @@ def text() -> str:
 
 
 def main() -> int:
-    if "--check" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is out of date")
+    if parser.parse_args().check:
         current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == text()
         if not current:
             print(f"{TARGET.name} is out of date: run make openapi", file=sys.stderr)

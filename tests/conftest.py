@@ -27,7 +27,10 @@ TIERS = ("unit", "integration", "e2e", "gpu")
 
 if settings is not None:
     settings.register_profile(
-        "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+        "default",
+        deadline=None,
+        max_examples=50,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

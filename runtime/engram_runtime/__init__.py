@@ -41,7 +41,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    try:
+        return getattr(import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("engram_"):
+            raise
+        problem = f"engram_runtime.{name} needs the package {error.name!r}: pip install 'engram-platform[runtime]'"
+        raise ModuleNotFoundError(problem, name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -45,7 +45,8 @@ def read_items(options: argparse.Namespace) -> list[Item]:
     try:
         text = sys.stdin.read() if stdin else options.prompts_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--prompts-file {options.prompts_file} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"--prompts-file {options.prompts_file} cannot be read: {reason}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     structured = options.prompts_file.suffix == ".jsonl" or (stdin and bool(lines) and lines[0][1].startswith("{"))
     defaults = {"max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p}
@@ -77,10 +78,12 @@ def read_items(options: argparse.Namespace) -> list[Item]:
 
 
 def run(options: argparse.Namespace) -> int:
-    return asyncio.run(_main(options, read_items(options)))
+    items = read_items(options)
+    with _output(options.output) as out:  # what cannot be written is known before the model is loaded
+        return asyncio.run(_main(options, items, out))
 
 
-async def _main(options: argparse.Namespace, items: list[Item]) -> int:
+async def _main(options: argparse.Namespace, items: list[Item], out: TextIO) -> int:
     engine = await asyncio.to_thread(AsyncLLMEngine.from_config, engine_config(options), None)
     renderer = ChatRenderer(engine.tokenizer, max_model_len=engine.max_model_len, timeout_seconds=300.0)
     failed = 0
@@ -110,7 +113,7 @@ async def _main(options: argparse.Namespace, items: list[Item]) -> int:
         }
 
     try:
-        with _output(options.output) as out, tqdm(total=len(items), unit="prompt", file=sys.stderr) as bar:
+        with tqdm(total=len(items), unit="prompt", file=sys.stderr) as bar:
             tasks = [asyncio.create_task(one(item)) for item in items]
             for task in tasks:
                 task.add_done_callback(lambda _: bar.update())
@@ -148,7 +151,11 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    with path.open("w", encoding="utf-8") as file:
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--output {path} cannot be written: {error.strerror}") from error
+    with file:
         yield file
 
 

@@ -121,9 +121,10 @@ class Conversation:
         if engram is not None:
             self._conversation_id = engram["conversation_id"]
         if self._options.stats and engram is not None and usage is not None:
+            tier = f" from {engram['tier']}" if engram["tier"] else ""
             print(
                 f"[turn {engram['turn_number']}: {usage['prompt_tokens']} prompt tokens, "
-                f"{engram['restored_tokens']} restored from {engram['tier'] or 'nowhere'}, "
+                f"{engram['restored_tokens']} restored{tier}, "
                 f"{engram['prefilled_tokens']} computed, {usage['completion_tokens']} generated]",
                 file=sys.stderr,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 def embedded_server(options: argparse.Namespace) -> Iterator[str]:
     """Base URL of a server that lives as long as the context. Nothing is written to disk."""
     config = engine_config(options)
+    # What fails in a known way is told once, by the CommandError below; a traceback is still shown.
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: bool(record.exc_info))
+    logging.getLogger("engram").addHandler(handler)
 
     def load() -> AsyncLLMEngine:
         module = importlib.import_module("engram_runtime.engine.async_engine")

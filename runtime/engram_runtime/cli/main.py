@@ -70,9 +70,9 @@ def _fail(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. 1 with one line on stderr for what the user can mend, 130 for Ctrl+C."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
     try:
+        # The commands of other packages are imported here, so it takes long enough to be interrupted.
+        options = build_parser().parse_args(argv)
         return int(options.func(options))
     except CommandError as error:
         print(f"engram: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from engram_runtime.cli.lazy import CommandError
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.server.tenant_key import read_tenant_key
 from engram_runtime.snapshots import commit, fsck
+from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.repository import Repository
 from engram_runtime.snapshots.policy import keys
 from engram_runtime.snapshots.policy.identity import Keyring
@@ -32,7 +33,12 @@ class OfflineStore:
     """One tenant's snapshots of every model in a store; rows have the form of the REST calls."""
 
     def __init__(self, uri: str, key_file: Path, tenant: str) -> None:
-        store = open_object_store(uri)
+        try:
+            store = open_object_store(uri)
+        except ValueError as error:
+            raise CommandError(str(error).replace("store_uri", "--store", 1)) from error
+        if isinstance(store, LocalStore) and not store.root.is_dir():
+            raise CommandError(f"--store {uri}: there is no such folder")
         keyring = Keyring(read_tenant_key(key_file))
         self._namespace = keyring.namespace(check_tenant(tenant))
         # The layout matters to those who read tensors, and nothing here does.

@@ -75,9 +75,10 @@ def snapshot_config(options: argparse.Namespace, settings: Settings) -> Snapshot
 
 
 def run(options: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "uvicorn", "transformers"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    # Other libraries write their own life into INFO.
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for ours in ("engram", "engram_runtime"):
+        logging.getLogger(ours).setLevel(logging.INFO)
     engine, snapshots = engine_config(options), snapshot_config(options, Settings.from_environment())
 
     def load() -> AsyncLLMEngine:

@@ -125,6 +125,8 @@ def _source(options: argparse.Namespace) -> Iterator[Source]:
 
 
 def _ls(options: argparse.Namespace) -> int:
+    if options.limit < 1:
+        raise CommandError(f"--limit must be >= 1, got {options.limit}")
     with _source(options) as source:
         rows = source.rows(options.conversation_id, options.branch_name, options.limit)
         if options.json:

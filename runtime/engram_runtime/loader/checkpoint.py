@@ -33,7 +33,7 @@ class Checkpoint:
         """Read the headers of all shards. Raises CheckpointError naming what is missing or damaged."""
         directory = Path(path)
         if not directory.is_dir():
-            raise CheckpointError(f"{directory}: is not a directory")
+            raise CheckpointError(f"{directory}: is not a directory (checkpoints are folders, nothing is downloaded)")
         placed: dict[str, TensorInfo] = {}
         indexed = None if (directory / SINGLE).is_file() else _read_index(directory)
         names = [SINGLE] if indexed is None else sorted(set(indexed.values()))

@@ -22,7 +22,7 @@ def load_config(path: Path | str) -> Any:
     directory = Path(path)
     file = directory / "config.json"
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: is not a directory")
+        raise CheckpointError(f"{directory}: is not a directory (checkpoints are folders, nothing is downloaded)")
     try:
         raw = json.loads(file.read_text("utf-8"))
     except OSError as error:

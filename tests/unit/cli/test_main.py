@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+import engram_runtime
 from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.main import build_parser, main
 from engram_runtime.cli.quantities import override, seconds, show_size, size
@@ -83,9 +84,15 @@ def test_help_is_quick_and_light():
         (["serve", "--model", ".", "--nonsense"], "--nonsense"),
         (["serve"], "--model"),
         (["batch", "--model", ".", "--prompts-file", "/no/such"], "--prompts-file /no/such cannot be read"),
+        (
+            ["batch", "--model", ".", "--prompts-file", __file__, "--output", "/no/such/x"],
+            "--output /no/such/x",
+        ),
         (["chat", "--base-url", "http://127.0.0.1:9"], "does not answer"),
         (["chat", "--base-url", "http://x", "--model", "."], "exclude each other"),
-        (["snapshots", "ls", "--store", "x3://b"], "file:///"),
+        (["snapshots", "ls", "--store", "x3://b"], "--store must be file:///"),
+        (["snapshots", "ls", "--store", "file:///no/such"], "there is no such folder"),
+        (["snapshots", "ls", "--limit", "0"], "--limit must be >= 1"),
         (["snapshots", "ls", "--store", "file:///tmp", "--base-url", "http://x"], "exclude each other"),
         (["snapshots", "show", "x", "--base-url", "http://127.0.0.1:9"], "does not answer"),
         (["ops", "--op", "nothing=torch"], "does not exist"),
@@ -116,6 +123,21 @@ def test_a_missing_package_is_named_by_the_extra_that_brings_it():
         load("no_such_package.module:name", command="serve")
     with pytest.raises(ModuleNotFoundError):  # ours: a bug, not an extra
         load("engram_runtime.no_such_module:name", command="serve")
+
+
+def test_the_library_names_the_extra_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.delitem(sys.modules, "engram_runtime.engine.llm", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"engram_runtime.LLM needs the package 'tqdm'.*\[runtime\]"):
+        engram_runtime.LLM  # noqa: B018
+
+
+def test_an_interrupt_while_commands_are_found_is_no_traceback(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["engram_runtime.cli.main"], "entry_points", interrupted)
+    assert main(["ops"]) == 130
 
 
 def test_plugins_add_commands(capsys):
