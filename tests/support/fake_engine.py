@@ -238,6 +238,9 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return replace(self._stats, running=len(self.running))
 
+    async def flush(self) -> None:
+        """Nothing is held back here."""
+
     async def drain(self, deadline_seconds: float) -> bool:
         self.drained = True
         return True

@@ -277,6 +277,14 @@ class AsyncLLMEngine:
 
     # Ending
 
+    async def flush(self) -> None:
+        """Hand every boundary that waits for a better one to the snapshot service now."""
+        flushed = threading.Event()
+        self._post(self._engine.flush)
+        self._post(flushed.set)
+        while self._error is None and self._thread.is_alive() and not flushed.is_set():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
     async def drain(self, deadline_seconds: float) -> bool:
         """Refuse new requests, let running ones finish, flush snapshots; True when all was done in time.
 
@@ -290,11 +298,7 @@ class AsyncLLMEngine:
         finished = not self._streams
         for name in list(self._streams):
             self.abort(name)
-        flushed = threading.Event()
-        self._post(self._engine.flush)
-        self._post(flushed.set)
-        while self._error is None and self._thread.is_alive() and not flushed.is_set():
-            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        await self.flush()
         if self.snapshots is not None:
             left = max(deadline - loop.time(), 0.1)
             finished = await asyncio.to_thread(self.snapshots.flush, left) and finished

@@ -103,6 +103,8 @@ async def save_snapshot(request: Request, body: SaveRequest) -> dict[str, Any]:
     check_branch_name(body.branch_name)
     if body.tag is not None:
         check_tag(body.tag)
+    if state.loaded is not None:
+        await state.loaded.engine.flush()  # the turn that just ended may wait for its next_history
     info = await run_in_threadpool(
         service.save_now,
         principal.tenant,

@@ -127,6 +127,11 @@ class Saver:
         with self._idle:
             return self._idle.wait_for(lambda: not self._captures and not self._writes, max(0.0, deadline_seconds))
 
+    def wait_gathered(self, deadline_seconds: float) -> bool:
+        """Until every capture queued so far is in host memory, where it can be found; False when it took too long."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._captures, max(0.0, deadline_seconds))
+
     def depth(self) -> dict[str, float]:
         with self._idle:
             return {"queue.captures": self._captures, "queue.writes": self._writes, "queue.bytes": self._backlog_bytes}

@@ -222,6 +222,7 @@ class SnapshotService:
             ids.check_tag(tag)
         if ttl_seconds is not None and ttl_seconds <= 0:
             raise ValueError(f"ttl_seconds must be > 0, got {ttl_seconds}")
+        self._saver.wait_gathered(SAVE_NOW_SECONDS)  # the turn that just ended may still be on its way here
         record = self._keeper.resolve(tenant, conversation_id, turn_number, branch_name)
         if not record.tiers and self._shared.tiers:
             outcome: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()

@@ -189,6 +189,19 @@ def test_deleted_is_gone(checkpoint, tmp_path):
         assert chat.http.post("/v1/chat/completions", json=body).status_code == 404
 
 
+def test_a_save_right_after_a_turn_is_of_that_turn(checkpoint, tmp_path):
+    with serving(engine(checkpoint("llama"), tmp_path, turn_end_grace_seconds=5.0)) as running:
+        chat = Chat(running)
+        for number, text in enumerate(TEXTS[:3], 1):
+            messages = [*chat.messages, user(text)]
+            answer = chat.post(messages, conversation_id="now")
+            saved = chat.http.post("/v1/snapshots", json={"conversation_id": "now", "tag": f"t{number}"})
+            assert saved.status_code == 200, saved.text
+            assert (saved.json()["turn_number"], saved.json()["tag"]) == (number, f"t{number}")
+            assert "store" in saved.json()["tiers"]
+            chat.messages = [*messages, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+
+
 @pytest.fixture(scope="module")
 def plain(checkpoint):
     with serving(engine(checkpoint("llama"), max_model_len=512)) as running:
