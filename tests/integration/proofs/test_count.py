@@ -69,7 +69,8 @@ def test_rows_of_a_rewarmed_history(make_site: MakeSite, kind: str, tier: str) -
     told = report(output)
     assert site.counted.rows - before == len(prompt) + 6 - PENDING - told.restored_tokens
     assert (told.restored_tokens, told.prefilled_tokens) == (len(rewritten), 21)
-    assert told.rewarmed_tokens == warmed.rewarmed_tokens
+    # Said once, by the engine that did it: behind the colder tiers lies a new process.
+    assert told.rewarmed_tokens == (warmed.rewarmed_tokens if tier in ("gpu", "host") else 0)
     assert (told.tier, told.restore_failed) == (tier, False)
 
 
