@@ -6,7 +6,17 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from engram_runtime.server import admin, chat_completions, completions, errors, health, metrics, models, snapshots
+from engram_runtime.server import (
+    admin,
+    chat_completions,
+    completions,
+    errors,
+    health,
+    legacy,
+    metrics,
+    models,
+    snapshots,
+)
 from engram_runtime.server.middleware import OPEN_PATHS, Authenticate, BodyAndDisconnect, Identify, RequestContext
 from engram_runtime.server.state import ServerState, state_of
 
@@ -34,6 +44,7 @@ def public_app(state: ServerState) -> FastAPI:
         completions.router,
         models.router,
         snapshots.router,
+        legacy.router,
         health.router,
         public,
     ):

@@ -179,10 +179,12 @@ async def collect(stream: AsyncGenerator[tuple[int, RequestOutput]], tallies: Se
     return [[group[index] for index in sorted(group)] for group in found]
 
 
-def check_window(field: str, prompt_tokens: int, max_tokens: int | None, window: int) -> None:
+def check_window(
+    field: str, prompt_tokens: int, max_tokens: int | None, window: int, limit: str = "max_tokens"
+) -> None:
     """ApiError 400 `context_length_exceeded` unless prompt and output fit. `max_tokens` None or 0 asks for no room.
 
-    field: where the prompt came from, "messages" or "prompt".
+    field: where the prompt came from, "messages" or "prompt"; limit: where `max_tokens` did.
     """
     wanted = prompt_tokens + max(max_tokens or 0, 1)
     if wanted <= window:
@@ -193,7 +195,7 @@ def check_window(field: str, prompt_tokens: int, max_tokens: int | None, window:
     raise ApiError(
         400,
         f"This model's maximum context length is {window} tokens. However, {asked}. "
-        f"Please reduce the length of the {field} or max_tokens.",
-        param=field if prompt_tokens >= window else "max_tokens",
+        f"Please reduce the length of the {field} or {limit}.",
+        param=field if prompt_tokens >= window else limit,
         code="context_length_exceeded",
     )

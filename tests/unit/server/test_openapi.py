@@ -28,6 +28,9 @@ def test_document_describes_both_ports_and_their_errors():
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/snapshots/{snapshot_id}/restore"} <= set(
         paths
     )
+    legacy = ("save_snapshot", "restore_snapshot", "list_snapshots", "get_snapshot_info", "delete_snapshot")
+    for name in legacy:
+        assert {"200", "400", "404", "409", "503"} <= set(paths[f"/{name}"]["post"]["responses"])
     chat = paths["/v1/chat/completions"]["post"]
     assert {"200", "400", "401", "404", "409", "413", "429", "503"} <= set(chat["responses"])
     assert "422" not in chat["responses"]
