@@ -108,7 +108,8 @@ class Boundaries:
             follows = base.boundary in COMPLETED and request.warm_boundary is None
             number = base.turn_number + follows
         elif number is None:
-            number = newest + 1
+            stored = request.restore.head_turn if request.restore is not None else 0
+            number = max(newest, stored) + 1
         request.identity = Identity(conversation, branch, number, parent or newest_snapshot)
         return request.identity
 

@@ -32,6 +32,8 @@ class RestoreOutcome:
     bytes: int = 0
     milliseconds: float = 0.0
     error: str | None = None
+    head_turn: int = 0
+    """Where the conversation stands, as far as its stored head could be read although nothing was restored."""
 
 
 @dataclass(slots=True, eq=False)

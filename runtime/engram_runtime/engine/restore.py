@@ -141,9 +141,9 @@ class Restorer:
                 if reason is None:
                     self._tasks.put(partial(self._write, job, result))
                 else:
-                    ready.append(self._fail(job, *reason))
+                    ready.append(self._fail(job, Miss(*reason)))
             elif isinstance(result, Miss):
-                ready.append(self._fail(job, result.reason, result.failed))
+                ready.append(self._fail(job, result))
             else:
                 ready.append(self._register(job))
         now = self._clock()
@@ -223,11 +223,12 @@ class Restorer:
         self._forget(job)
         return request
 
-    def _fail(self, job: _Job, reason: str, failed: bool) -> Request:
+    def _fail(self, job: _Job, miss: Miss) -> Request:
         job.request.restore = RestoreOutcome(
             gpu_position=job.match.position,
             milliseconds=(self._clock() - job.started) * 1e3,
-            error=reason if failed else None,
+            error=miss.reason if miss.failed else None,
+            head_turn=miss.head_turn,
         )
         self._forget(job)
         return job.request

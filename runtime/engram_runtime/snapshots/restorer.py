@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ class _Search:
     deadline: float
     reasons: list[str] = field(default_factory=list)
     failed: bool = False
+    head_turn: int = 0
     found: dict[str, tuple[Record, int]] = field(default_factory=dict)
 
     @property
@@ -82,6 +83,7 @@ class Restorer:
             log.exception("snapshot lookup failed")
             result = Miss(f"internal error: {error}", failed=True)
         if isinstance(result, Miss):
+            result = replace(result, head_turn=search.head_turn)
             self._shared.counters.add("restore_failures" if result.failed else "restore_misses")
         else:
             self._shared.counters.add(f"restores.{result.tier}")
@@ -178,6 +180,8 @@ class Restorer:
                 search.reasons.append(f"{tier.name}: the conversation's head is damaged or forged")
                 search.failed = True
                 continue
+            head = stored.ref.entry(stored.ref.head)
+            search.head_turn = max(search.head_turn, head.turn_number if head is not None else 0)
             self._consider(search, stored.ref.head)
 
     def _from_anchors(self, search: _Search) -> None:

@@ -116,6 +116,7 @@ class Miss:
 
     reason: str
     failed: bool = False  # True: something was there (or explicitly named) and could not be used (restore_failed)
+    head_turn: int = 0  # turn of the branch's head, where that was read: the conversation goes on from there
 
 
 @dataclass(frozen=True, slots=True)
