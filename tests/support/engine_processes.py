@@ -1,8 +1,9 @@
 """Real `engram` processes that start fast: one process imports torch once and forks for each command line.
 
 As a program it reads one JSON line per command, {"arguments": [...], "log": PATH}, forks a child that runs the command
-to its end as `engram` would, and answers with the child's process id. What is forked has imported modules and done
-nothing else.
+to its end as `engram` would, and answers with the child's process id. What is forked has imported modules and read the
+configuration and the tokenizer of a checkpoint (which is what makes transformers import the rest of itself): it has
+computed nothing and started no thread.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-HEAVY = ("transformers", "engram_runtime.engine.async_engine", "engram_runtime.cli.serving")
+from engram_runtime.loader.config import load_config
+from engram_runtime.loader.tokenizer import load_tokenizer
+
+HEAVY = ("engram_runtime.engine.async_engine", "engram_runtime.cli.serving")
 
 
 class EngineProcesses:
-    """The parent's side. Leaving the context kills what still runs."""
+    """The parent's side. `model`: a checkpoint like those to be served. Leaving the context kills what still runs."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.engine_processes"],
+            [sys.executable, "-m", "tests.support.engine_processes", str(self._model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,10 +79,14 @@ def alive(child: int) -> bool:
     return True
 
 
-def _serve_forks() -> None:
+def _serve_forks(model: Path) -> None:
     main = importlib.import_module("engram_runtime.cli.main").main
     for name in HEAVY:
         importlib.import_module(name)
+    load_config(model)
+    load_tokenizer(model)
+    threads = threading.active_count()
+    assert threads == 1, f"{threads} threads must not be forked"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
     for line in sys.stdin:
         order = json.loads(line)
@@ -93,4 +105,4 @@ def _serve_forks() -> None:
 
 
 if __name__ == "__main__":
-    _serve_forks()
+    _serve_forks(Path(sys.argv[1]))

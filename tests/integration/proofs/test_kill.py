@@ -33,8 +33,8 @@ LENGTH = {"max_tokens": 10, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[EngineProcesses]:
-    with EngineProcesses() as started:
+def processes(checkpoint: Callable[..., Path]) -> Iterator[EngineProcesses]:
+    with EngineProcesses(checkpoint("dense")) as started:
         yield started
 
 

@@ -138,5 +138,6 @@ def test_checks_on_it_is_refused(
     # Nothing at all was taken over: with a hybrid, not even the half that is intact.
     assert (told.restored_tokens, told.tier, told.bytes) == (0, None, 0)
     assert told.prefilled_tokens == len(talk.said) + len(PROBE)
+    assert (told.conversation_id, told.turn_number) == ("mine", 3)  # it is still the same conversation
     assert site.counted.rows - before == told.prefilled_tokens + len(answer.token_ids) - 1
     assert same(answer, stateless)
