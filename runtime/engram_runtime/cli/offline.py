@@ -18,6 +18,7 @@ from engram_runtime.server.tenant_key import read_tenant_key
 from engram_runtime.snapshots import commit, fsck
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.repository import Repository
+from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.policy import keys
 from engram_runtime.snapshots.policy.identity import Keyring
 from engram_runtime.snapshots.policy.ids import check_snapshot_id, check_tenant, new_id
@@ -32,9 +33,9 @@ TIER = "store"
 class OfflineStore:
     """One tenant's snapshots of every model in a store; rows have the form of the REST calls."""
 
-    def __init__(self, uri: str, key_file: Path, tenant: str) -> None:
+    def __init__(self, uri: str, key_file: Path, tenant: str, s3: S3Options | None) -> None:
         try:
-            store = open_object_store(uri)
+            store = open_object_store(uri, s3)
         except ValueError as error:
             raise CommandError(str(error).replace("store_uri", "--store", 1)) from error
         if isinstance(store, LocalStore) and not store.root.is_dir():
@@ -114,9 +115,9 @@ class OfflineStore:
 
 
 @contextmanager
-def open_store(uri: str, key_file: Path, tenant: str) -> Iterator[OfflineStore]:
+def open_store(uri: str, key_file: Path, tenant: str, s3: S3Options | None = None) -> Iterator[OfflineStore]:
     """CommandError for whatever the user can mend."""
-    store = OfflineStore(uri, key_file, tenant)
+    store = OfflineStore(uri, key_file, tenant, s3)  # raises the same
     try:
         yield store
     except SnapshotError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from engram_runtime.cli.lazy import load
 from engram_runtime.cli.quantities import override, seconds, size
+from engram_runtime.cli.s3 import add_s3_flags
 from engram_runtime.engine.config import DEVICES, DTYPES
 
 
@@ -102,7 +103,12 @@ def add_snapshot_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--snapshot-disk", type=size, default="20Gi", metavar="SIZE", help="budget of the disk tier (default: 20Gi)"
     )
-    group.add_argument("--snapshot-store", metavar="URI", help="durable store: file:///absolute/path (default: none)")
+    group.add_argument(
+        "--snapshot-store",
+        metavar="URI",
+        help="durable store: file:///absolute/path or s3://BUCKET[/PREFIX] (default: none)",
+    )
+    add_s3_flags(group)
     group.add_argument(
         "--tenant-key-file",
         type=Path,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_runtime.cli.s3 import s3_options
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.server.config import ServerConfig
 from engram_runtime.server.lifecycle import serve
@@ -56,6 +57,7 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
 
 def snapshot_config(options: argparse.Namespace, settings: Settings) -> SnapshotConfig | None:
     """None when snapshots are off."""
+    s3 = s3_options(options, options.snapshot_store, "--snapshot-store")
     if options.snapshots_disabled:
         return None
     return SnapshotConfig(
@@ -64,6 +66,7 @@ def snapshot_config(options: argparse.Namespace, settings: Settings) -> Snapshot
         disk_path=options.snapshot_disk_path,
         disk_bytes=options.snapshot_disk,
         store_uri=options.snapshot_store,
+        s3=s3,
         verify=not options.unsafe_skip_snapshot_checks,
         keep_last=options.retention_keep_last,
         max_age_seconds=options.retention_max_age or None,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from engram_runtime.cli.client import Client
 from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.quantities import show_size
+from engram_runtime.cli.s3 import add_s3_flags, s3_options
 from engram_runtime.settings import Settings
 
 PAGE = 200
@@ -58,11 +59,12 @@ def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentPa
         help="a running server (default: $ENGRAM_BASE_URL or port 8000); fsck: its admin port",
     )
     where.add_argument("--api-key", metavar="KEY", help="default: $ENGRAM_API_KEY")
-    where.add_argument("--store", metavar="URI", help="file:///absolute/path")
+    where.add_argument("--store", metavar="URI", help="file:///absolute/path or s3://BUCKET[/PREFIX]")
     where.add_argument(
         "--tenant-key-file", type=Path, metavar="FILE", help="with --store (default: the one in $XDG_STATE_HOME/engram)"
     )
     where.add_argument("--tenant", default="default", metavar="NAME", help="with --store (default: default)")
+    add_s3_flags(parser.add_argument_group("with --store s3://BUCKET[/PREFIX]"))
     parser.add_argument("--json", action="store_true", help="JSON lines")
     parser.set_defaults(func=run)
     return parser
@@ -112,6 +114,7 @@ class _Remote:
 @contextmanager
 def _source(options: argparse.Namespace) -> Iterator[Source]:
     settings = Settings.from_environment()
+    s3 = s3_options(options, options.store, "--store")
     if options.store is None:
         with Client(options.base_url, options.api_key, settings) as client:
             yield _Remote(client)
@@ -120,7 +123,7 @@ def _source(options: argparse.Namespace) -> Iterator[Source]:
         raise CommandError("--store and --base-url exclude each other")
     key_file = options.tenant_key_file or settings.state_dir / "tenant-key"
     open_store = load("engram_runtime.cli.offline:open_store", command="snapshots")
-    with open_store(options.store, key_file, options.tenant) as source:
+    with open_store(options.store, key_file, options.tenant, s3) as source:
         yield source
 
 

@@ -1,4 +1,7 @@
-"""`engram up` with the real engine: a conversation goes on after the engine was killed, at the same address."""
+"""`engram up` with the real engine: a conversation goes on after the engine was killed, at the same address.
+
+Once over a folder and once over a bucket, whose credentials are a Secret of the `--env-file`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,21 @@ import pytest
 import yaml
 
 from tests.integration.local.harness import free_port_base
+from tests.support.moto_server import running_moto
+from tests.support.s3_process import S3Server
 from tests.support.tiny import make_tiny
 
 pytestmark = pytest.mark.timeout(300)
 MESSAGES = [{"role": "user", "content": "My name is Ada, and I would like to hear about the bees in the garden."}]
 
 
-def resources(folder: Path) -> str:
+@pytest.fixture(scope="module")
+def moto() -> Iterator[S3Server]:
+    with running_moto() as server:
+        yield server
+
+
+def resources(folder: Path, storage: dict[str, Any], disk: str) -> str:
     model = {
         "apiVersion": "engram.dev/v1alpha1",
         "kind": "EngramModel",
@@ -30,7 +42,7 @@ def resources(folder: Path) -> str:
         "spec": {
             "model": {"uri": f"file://{make_tiny('llama', folder / 'checkpoint')}"},
             "accelerator": {"resourceName": ""},
-            "snapshots": {"hostMemory": "64Mi", "disk": "64Mi"},
+            "snapshots": {"hostMemory": "64Mi", "disk": disk},
             "updateStrategy": {"drainTimeoutSeconds": 10},
         },
     }
@@ -38,7 +50,7 @@ def resources(folder: Path) -> str:
         "apiVersion": "engram.dev/v1alpha1",
         "kind": "SnapshotPolicy",
         "metadata": {"name": "default"},
-        "spec": {"storage": {"uri": f"file://{folder}/store"}},
+        "spec": {"storage": storage},
     }
     return yaml.safe_dump_all([model, policy])
 
@@ -65,9 +77,35 @@ def turn(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def test_a_conversation_survives_a_killed_engine(tmp_path: Path) -> None:
+    storage = {"uri": f"file://{tmp_path}/store"}
+    assert survives(tmp_path, storage, "64Mi") in ("disk", "store")
+    assert any((tmp_path / "store").rglob("*"))
+
+
+def test_a_conversation_survives_in_a_bucket(tmp_path: Path, moto: S3Server) -> None:
+    bucket = moto.bucket()
+    storage = {
+        "uri": f"s3://{bucket}/team",
+        "endpointURL": moto.url,
+        "insecure": True,
+        "forcePathStyle": True,
+        "credentialsSecretRef": {"name": "engram-s3"},
+    }
+    env_file = tmp_path / "secrets.env"
+    env_file.write_text(
+        f"ENGRAM_S3__AWS_ACCESS_KEY_ID={moto.access_key}\nENGRAM_S3__AWS_SECRET_ACCESS_KEY={moto.secret_key}\n"
+    )
+    assert survives(tmp_path, storage, "0", "--env-file", str(env_file)) == "store"
+    keys = [item["Key"] for item in moto.client().list_objects_v2(Bucket=bucket)["Contents"]]
+    assert keys
+    assert all(key.startswith("team/") for key in keys)
+
+
+def survives(tmp_path: Path, storage: dict[str, Any], disk: str, *flags: str) -> str:
+    """The tier from which a conversation went on after the engine's death."""
     file = tmp_path / "engram.yaml"
-    file.write_text(resources(tmp_path))
-    command = [str(Path(sys.executable).parent / "engram"), "up", "-f", str(file), "--json"]
+    file.write_text(resources(tmp_path, storage, disk))
+    command = [str(Path(sys.executable).parent / "engram"), "up", "-f", str(file), "--json", *flags]
     command += ["--port-base", str(free_port_base())]
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "xdg")}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -85,7 +123,6 @@ def test_a_conversation_survives_a_killed_engine(tmp_path: Path) -> None:
         second = turn(url, messages)
         usage, engram = second["usage"], second["engram"]
         assert engram["conversation_id"] == first["engram"]["conversation_id"]
-        assert engram["tier"] in ("disk", "store")
         assert engram["restored_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
         assert engram["restored_tokens"] >= first["usage"]["prompt_tokens"] - 1
         assert engram["restored_tokens"] + engram["prefilled_tokens"] == usage["prompt_tokens"]
@@ -96,7 +133,7 @@ def test_a_conversation_survives_a_killed_engine(tmp_path: Path) -> None:
             process.terminate()
             process.wait(30)
     assert json.loads((tmp_path / "xdg" / "engram" / "endpoints.json").read_text())["models"] == {}
-    assert any((tmp_path / "store").rglob("*"))
+    return str(engram["tier"])
 
 
 def stored(url: str, conversation_id: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engram_operator.builders import BuildSettings, desired
@@ -9,9 +11,8 @@ from engram_runtime.cli.main import build_parser
 from tests.unit.operator.documents import model, policy
 from tests.unit.operator.golden_cases import CASES
 
-# The S3 store and downloads come with the runtime's S3 support; until then `engram` refuses them, as it should.
-NOT_YET = {"--s3-region", "--s3-endpoint-url", "--s3-path-style", "--s3-credentials-dir", "--s3-ca-file"}
-NOT_YET |= {"--s3-encryption", "--s3-kms-key-id", "--credentials-dir", "--revision"}
+# `engram fetch` does not download yet; until then it refuses these, as it should.
+NOT_YET = {"--credentials-dir", "--revision"}
 
 
 def command_lines(case: str) -> list[list[str]]:
@@ -68,5 +69,32 @@ def test_values_arrive() -> None:
         "retention_max_conversations": 5,
         "retention_max_total_size": 1 << 30,
         "gc_interval_seconds": 0.0,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_values_of_a_bucket_arrive() -> None:
+    storage = {
+        "region": "eu-central-1",
+        "endpointURL": "https://s3.example.com:9000",
+        "forcePathStyle": True,
+        "credentialsSecretRef": {"name": "engram-s3"},
+        "caBundle": {"name": "ca", "key": "tls.crt"},
+        "serverSideEncryption": "aws:kms",
+        "kmsKeyId": "key-1",
+    }
+    rules = policy("s3://bucket/team", storage=storage)
+    objects = desired(model("file:///m"), rules, BuildSettings(image="x", local=True))
+    args = next(o for o in objects if o["kind"] == "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["args"]
+    found = vars(build_parser([]).parse_args(args))
+    expected = {
+        "snapshot_store": "s3://bucket/team",
+        "s3_region": "eu-central-1",
+        "s3_endpoint_url": "https://s3.example.com:9000",
+        "s3_path_style": True,
+        "s3_credentials_dir": Path("/etc/engram/store-credentials"),
+        "s3_ca_file": Path("/etc/engram/store-ca/ca.crt"),
+        "s3_encryption": "aws:kms",
+        "s3_kms_key_id": "key-1",
     }
     assert {name: found[name] for name in expected} == expected
