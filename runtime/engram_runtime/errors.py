@@ -27,5 +27,9 @@ class NotFound(SnapshotError):
     """The named snapshot, conversation or object does not exist, for this tenant."""
 
 
+class Deleted(NotFound):
+    """It did exist, and is gone for good: deleted, by whichever replica, or past its expiry."""
+
+
 class Conflict(SnapshotError):
     """Somebody else moved what this operation meant to move."""

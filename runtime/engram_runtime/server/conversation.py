@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from engram_runtime.errors import NotFound, SnapshotError
+from engram_runtime.errors import Deleted, NotFound, SnapshotError
 from engram_runtime.server.errors import ApiError, invalid
 from engram_runtime.server.protocol.common import ConversationFields
 from engram_runtime.snapshots.policy.ids import check_branch_name, check_conversation_id, is_id
@@ -76,6 +76,8 @@ class Base:
     snapshot_id: str | None = None
     """Where the engine may restore from; None while it is only known from memory."""
     token_ids: Sequence[int] = ()
+    saved_as: str | None = field(default=None, compare=False)
+    """The snapshot of a turn that is known from memory; it may not be written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class RecentTurns:
         entry = None if number is None else self._turns.get((tenant, conversation, branch, number))
         if entry is None or number is None:
             return None
-        return Base(entry[0], conversation, branch, number)
+        return Base(entry[0], conversation, branch, number, saved_as=entry[1])
 
     def snapshot(self, tenant: str, snapshot_id: str) -> Base | None:
         key = self._by_id.get((tenant, snapshot_id))
@@ -225,6 +227,28 @@ def recent_base(recent: RecentTurns, tenant: str, wishes: Wishes) -> Base | None
         if base is not None:
             return base
     return None
+
+
+def overruled(service: Snapshots, tenant: str, wishes: Wishes, recent: Base) -> bool:
+    """Whether other replicas know better than this one's memory: the turn was deleted, or the branch went on. Blocking.
+
+    A turn that nobody has heard of is still being written, and one that cannot be asked for is believed.
+    """
+    try:
+        if recent.saved_as is not None:
+            service.get(tenant, recent.saved_as)
+    except Deleted:
+        return True
+    except SnapshotError:
+        pass
+    if not wishes.delta:
+        return False
+    try:
+        head = service.resolve(tenant, recent.conversation_id, None, recent.branch_name)
+    except SnapshotError:
+        return False
+    # A turn that was never answered (dropped in the middle) is none to go on from.
+    return head.turn_number > recent.turn_number and head.boundary != "history"
 
 
 def stored_base(service: Snapshots, tenant: str, wishes: Wishes) -> SnapshotInfo:

@@ -19,6 +19,7 @@ from engram_runtime.server.conversation import (
     Wishes,
     load_base,
     missing_base,
+    overruled,
     read_wishes,
     recent_base,
     stored_base,
@@ -65,9 +66,11 @@ async def find_base(state: ServerState, loaded: Loaded, principal: Principal, wi
         return None
     principal.require_memory("delta" if wishes.delta else "restore_from")
     recent = recent_base(state.recent, principal.tenant, wishes)
-    if recent is not None:
-        return recent
     service = loaded.snapshots
+    if recent is not None:
+        if service is None or not await asyncio.to_thread(overruled, service, principal.tenant, wishes, recent):
+            return recent
+        state.recent.forget(principal.tenant, recent.conversation_id, recent.turn_number)
     try:
         if service is None:
             raise NotFound("snapshots are off on this server and the turn is not in memory")

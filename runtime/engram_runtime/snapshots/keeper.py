@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
-from engram_runtime.errors import NotFound, SnapshotError
+from engram_runtime.errors import Deleted, NotFound, SnapshotError
 from engram_runtime.snapshots import commit
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.events import EventLog
@@ -55,7 +55,7 @@ class Keeper:
         ids.check_snapshot_id(snapshot_id)
         record = self._shared.load(self.space(tenant), snapshot_id, tenant)
         if record.expired(self._shared.clock()) or not self.confirmed(record):
-            raise NotFound(f"snapshot {snapshot_id} does not exist")
+            raise Deleted(f"snapshot {snapshot_id} does not exist")
         return record
 
     def resolve(self, tenant: str, conversation_id: str, turn_number: int | None, branch_name: str) -> Record:

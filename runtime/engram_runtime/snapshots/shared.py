@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engram_runtime.errors import NotFound, SnapshotError
+from engram_runtime.errors import Deleted, NotFound, SnapshotError
 from engram_runtime.snapshots.catalogue import Catalogue, Record
 from engram_runtime.snapshots.io.files import OpenSnapshot
 from engram_runtime.snapshots.io.host_tier import HostTier
@@ -59,7 +59,7 @@ class Shared:
         """From memory, else the first tier that has it whole. NotFound, or SnapshotError with the reason."""
         snapshot_id = self.catalogue.canonical_id(space, snapshot_id)
         if self.catalogue.is_gone(space, snapshot_id):
-            raise NotFound(f"snapshot {snapshot_id} does not exist")
+            raise Deleted(f"snapshot {snapshot_id} does not exist")
         record = self.catalogue.get(space, snapshot_id)
         if record is not None:
             return record
