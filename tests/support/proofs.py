@@ -76,11 +76,7 @@ class Site:
 
     def start(self) -> None:
         """A new engine over what the folders hold."""
-        values: dict[str, Any] = {"tenant_key": KEY, "gc_interval_seconds": 0, **self.snapshots}
-        if self.tier == "disk":
-            values["disk_path"] = self.folder / "disk"
-        if self.tier == "store":
-            values["store_uri"] = f"file://{self.folder}/store"
+        values: dict[str, Any] = {"tenant_key": KEY, "gc_interval_seconds": 0, **self.durable(), **self.snapshots}
         fields: dict[str, Any] = {
             "max_model_len": WINDOW,
             "kv_cache_tokens": WINDOW,
@@ -95,6 +91,16 @@ class Site:
         config = EngineConfig(str(self.model), **fields)
         self.core = load_engine(config, SnapshotConfig(**values), registry=self.counted.registry)
         self.engine = AsyncLLMEngine(self.core)
+
+    def durable(self) -> dict[str, Any]:
+        """Fields of SnapshotConfig that name the durable tier."""
+        if self.tier == "disk":
+            return {"disk_path": self.folder / "disk"}
+        return {"store_uri": f"file://{self.folder}/store"} if self.tier == "store" else {}
+
+    def stored_files(self) -> list[Path]:
+        """Everything durable, by name; what is written into these files is what the tier holds from then on."""
+        return sorted(path for path in (self.folder / self.tier).glob("v1/**/*") if path.is_file())
 
     def close(self) -> None:
         self._runner.run(self.engine.aclose())

@@ -40,8 +40,7 @@ def wanted(name: str, part: str) -> bool:
 
 def stored_files(site: Site) -> list[Path]:
     """Everything durable, KV files and snapshot files first to last by name."""
-    root = site.folder / site.tier
-    return sorted(path for path in root.glob("v1/**/*") if path.is_file())
+    return site.stored_files()
 
 
 def stored_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

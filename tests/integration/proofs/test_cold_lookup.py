@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -27,6 +28,11 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> dict[str, Any]:
+    return {"store_uri": f"file://{tmp_path}/store"}
+
+
 def plain_chat(running: Running, messages: list[Message]) -> openai.types.chat.ChatCompletion:
     """As any program does that has never heard of this server."""
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEYS["alice"], max_retries=0) as client:
@@ -39,9 +45,10 @@ def plain_chat(running: Running, messages: list[Message]) -> openai.types.chat.C
         )
 
 
-def test_from_an_empty_machine(checkpoint: Callable[..., Path], kind: str, keys: Path, tmp_path: Path) -> None:
+def test_from_an_empty_machine(
+    checkpoint: Callable[..., Path], kind: str, keys: Path, tmp_path: Path, store: dict[str, Any]
+) -> None:
     path = checkpoint(kind)
-    store = {"store_uri": f"file://{tmp_path}/store"}
     first = Place(path, {**store, "disk_path": tmp_path / "disk of the first machine"})
     with Place(path, {}).serve(api_keys_dir=keys) as forgetful:
         expected = []
@@ -81,9 +88,11 @@ def test_from_an_empty_machine(checkpoint: Callable[..., Path], kind: str, keys:
         assert second.counted.rows - before < told["restored_tokens"]
 
 
-def test_another_tenant_finds_nothing(checkpoint: Callable[..., Path], kind: str, keys: Path, tmp_path: Path) -> None:
+def test_another_tenant_finds_nothing(
+    checkpoint: Callable[..., Path], kind: str, keys: Path, tmp_path: Path, store: dict[str, Any]
+) -> None:
     path = checkpoint(kind)
-    tiers = {"store_uri": f"file://{tmp_path}/store", "disk_path": tmp_path / "disk"}
+    tiers = {**store, "disk_path": tmp_path / "disk"}
     alice, mallory = KEYS["alice"], KEYS["mallory"]
     messages = [user(QUESTIONS[0])]
     length = {"max_tokens": 12, "ignore_eos": True}
