@@ -26,8 +26,6 @@ def _operations(app: FastAPI, tag: str) -> dict[str, Any]:
     for path in document["paths"].values():
         for operation in path.values():
             operation["tags"] = [tag]
-            # Errors of validation are 400 in the one shape of all errors, not FastAPI's own 422.
-            operation["responses"].pop("422", None)
     return document
 
 
@@ -39,8 +37,6 @@ def document() -> dict[str, Any]:
     for path, item in admin["paths"].items():
         public["paths"].setdefault(path, item)
     schemas = {**admin["components"]["schemas"], **public["components"]["schemas"]}
-    for unused in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(unused, None)
     public["components"]["schemas"] = dict(sorted(schemas.items()))
     return public
 

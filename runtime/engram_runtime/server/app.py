@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
@@ -36,6 +38,19 @@ async def _later(request: Request) -> JSONResponse:
     raise errors.ApiError(404, f"{request.url.path} is not available on this server yet", code="not_supported")
 
 
+class Api(FastAPI):
+    """Errors of validation are 400 in the one shape of all errors, not FastAPI's own 422: its document says so too."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for unused in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(unused, None)
+        return document
+
+
 def public_app(state: ServerState) -> FastAPI:
     """Port `http`: OpenAI and snapshot calls."""
     app = _app("Engram", state, state.tenants.identify, OPEN_PATHS)
@@ -65,7 +80,7 @@ def admin_app(state: ServerState) -> FastAPI:
 
 def _app(title: str, state: ServerState, identify: Identify, open_paths: frozenset[str]) -> FastAPI:
     config = state.config
-    app = FastAPI(
+    app = Api(
         title=title,
         version="1",
         description="Stateful inference: OpenAI-compatible calls whose turns are remembered as snapshots.",

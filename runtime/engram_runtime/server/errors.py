@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from engram_runtime.errors import CapacityError, Conflict, EngineDeadError, NotFound, SnapshotError
 
@@ -25,6 +26,7 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 class ApiError(Exception):
@@ -124,6 +126,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     return invalid(param, message if message.startswith(param) else f"{param}: {message}")
 
 
+def _takes(app: FastAPI, request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+
+
 def install(app: FastAPI) -> None:
     """Every error of the application leaves in the one shape."""
 
@@ -139,7 +146,9 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
         if error.status_code == 405:
-            return ApiError(405, f"{request.url.path} does not take {request.method}").response()
+            refused = ApiError(405, f"{request.url.path} does not take {request.method}")
+            refused.headers["allow"] = ", ".join(method for method in METHODS if _takes(app, request, method))
+            return refused.response()
         return ApiError(error.status_code, str(error.detail)).response()
 
     app.add_exception_handler(RequestValidationError, validation)

@@ -108,6 +108,7 @@ class Tenants:
 
 def _read(files: list[Path]) -> dict[bytes, Principal]:
     keys: dict[bytes, Principal] = {}
+    owners: dict[bytes, set[str]] = {}
     for path in files:
         try:
             tenant = check_tenant(path.name)
@@ -121,7 +122,13 @@ def _read(files: list[Path]) -> dict[bytes, Principal]:
             if len(words) > 2 or (len(words) == 2 and words[1] != "delegate"):
                 log.warning("a line of key file %r ignored: expected KEY or KEY delegate", path.name)
                 continue
-            keys[_digest(words[0])] = Principal(tenant, admin=tenant == ADMIN, delegate=len(words) == 2)
+            digest = _digest(words[0])
+            owners.setdefault(digest, set()).add(tenant)
+            keys[digest] = Principal(tenant, admin=tenant == ADMIN, delegate=len(words) == 2)
+    for digest, tenants in owners.items():
+        if len(tenants) > 1:
+            log.warning("a key stands in the files of %s: it opens none of them", ", ".join(sorted(tenants)))
+            del keys[digest]
     return keys
 
 

@@ -43,6 +43,17 @@ def test_a_file_is_a_tenant_and_a_line_a_key(folder):
         assert caught.value.code == "missing_api_key"
 
 
+def test_a_key_of_two_tenants_opens_none(folder, caplog):
+    """Which of the two it spoke for would hang on the order of file names."""
+    (folder / "zeta").write_text("key-a\nkey-z\nkey-z\n")
+    tenants = Tenants(folder)
+    assert tenants.identify(bearer("key-z"), FAR) == Principal("zeta")
+    assert tenants.identify(bearer("key-b"), FAR) == Principal("acme")
+    with pytest.raises(ApiError):
+        tenants.identify(bearer("key-a"), FAR)
+    assert "acme, zeta" in caplog.text
+
+
 def test_only_delegates_speak_for_others(folder):
     tenants = Tenants(folder)
     assert tenants.identify(bearer("key-p", **{"x-engram-tenant": "team 7"}), FAR).tenant == "team 7"

@@ -361,7 +361,9 @@ async def test_unknown_model_and_paths(api):
         answer = await api.http.post(path, json={})
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         assert path in answer.json()["error"]["message"]
-    assert (await api.http.get("/v1/chat/completions")).status_code == 405
+    refused = await api.http.get("/v1/chat/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert (await api.http.put(f"/v1/snapshots/{'0' * 32}")).headers["allow"] == "DELETE, GET"
 
 
 async def test_tools_need_a_template_that_shows_them(make_api):
