@@ -47,7 +47,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     if body.messages is not None:
         chat = Chat(
             [canonical(message) for message in body.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools],
+            tools=[tool.shown() for tool in body.tools],
             generation_prompt=body.add_generation_prompt,
         )
         ids = (await loaded.renderer.prompt(chat)).ids

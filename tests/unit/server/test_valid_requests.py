@@ -332,6 +332,12 @@ async def test_tokenize_and_detokenize(api):
     assert rendered["tokens"] == api.engine.requests[0][0]
 
 
+async def test_tokenize_renders_tools_as_a_chat_does(api):
+    rendered = (await api.http.post("/tokenize", json={"messages": [user()], "tools": TOOLS})).json()
+    await api.chat(messages=[user()], tools=TOOLS)
+    assert api.engine.requests[0][0] == rendered["tokens"]
+
+
 async def test_models(api):
     listed = (await api.http.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == ["tiny"]

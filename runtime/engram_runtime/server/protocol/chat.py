@@ -97,6 +97,10 @@ class Tool(Wire):
     type: Literal["function"]
     function: FunctionDefinition
 
+    def shown(self) -> dict[str, Any]:
+        """What the template sees."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
 
 def _text_format(value: Any) -> Any:
     if value != {"type": "text"}:
@@ -241,4 +245,4 @@ class ChatRequest(SamplingFields):
         """What the template sees; `tool_choice: none` hides them."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [tool.shown() for tool in self.tools]
