@@ -3,10 +3,11 @@
     PYTHONPATH=kernels:runtime:. python tests/bench/bench_decode.py [--models Qwen3-0.6B] [--batches 1,8,64]
 
 Prompts of 512 random tokens, 128 generated greedily; the time per output token is the median interval between steps in
-which every sequence decodes. Beside it: the floor (bytes that must move over the copy rate), the bare graph of the
-model's step from bench_step, and the figure of vLLM 0.26.0 on the same card (docs/performance.md). Every run is checked
-in the same process: the prompt and the answer are computed again by prefill, and each token must be among the model's
-first choices there, within what half precision can tell apart. A time below the floor is refused. Results: decode.json.
+which every sequence decodes. Once per model also the time to the first token of a turn: 40 new tokens on a history that
+the device holds. Beside it: the floor (bytes that must move over the copy rate), the bare graph of the model's step
+from bench_step, and the figure of vLLM 0.26.0 on the same card (docs/performance.md). Every run is checked in the same
+process: the prompt and the answer are computed again by prefill, and each token must be among the model's first choices
+there, within what half precision can tell apart. A time below the floor is refused. Results: decode.json.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from engram_runtime.models.base import CausalLM
 from tests.bench import bench_step
 from tests.bench.gpu_timing import COPY_TBS, save
 
-PROMPT, NEW = 512, 128
+PROMPT, NEW, WINDOW = 512, 128, 2048
+HISTORY, TURN, TURNS = 1500, 40, 7
 VLLM_MS = {
     "Qwen3-0.6B": {1: 2.24, 8: 2.56, 64: 3.66, 256: 6.55},
     "Qwen3-8B": {1: 5.15, 8: 5.54, 64: 6.85, 256: 14.0},
     "Llama-3.1-8B": {1: 4.89, 8: 5.08, 64: 6.57},
     "Granite-4.0-H-tiny": {1: 3.5, 8: 5.03, 64: 8.4, 256: 29.0},
 }
-TIE = 0.15
+TIE = 0.5
 """Log-probability by which a choice may fall behind another way of computing the same logits in bf16."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
@@ -45,13 +47,13 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=NEW, ign
 
 
 def engine_over(model: CausalLM, seqs: int) -> tuple[LLMEngine, DeviceExecutor, float]:
-    """An engine that takes most of the card, and the seconds its executor took to build."""
+    """An engine for that many sequences, and the seconds its executor took to build."""
     ops = Ops.bind("cuda", torch.bfloat16)
     started = time.perf_counter()
     executor = build_executor(
         model,
         ops,
-        CacheRequest(seqs, 2048),
+        CacheRequest(seqs, WINDOW, kv_cache_tokens=max(2 * WINDOW, seqs * (PROMPT + 2 * NEW))),
         torch.device("cuda"),
         max_num_batched_tokens=8192,
         utilization=None,
@@ -105,6 +107,23 @@ def check(engine: LLMEngine, prompts: list[list[int]], answers: list[list[int]])
     return worst
 
 
+def turns(engine: LLMEngine, model: CausalLM) -> float:
+    """Median milliseconds to the first token of a turn: 40 new tokens on a history that the device still holds."""
+    rng = random.Random(9)
+    tokens = [rng.randrange(model.spec.vocab_size) for _ in range(HISTORY)]
+    times = []
+    for number in range(TURNS):
+        started, first = time.perf_counter(), 0.0
+        engine.add_request(f"t{number}", tokens, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                first = first or (time.perf_counter() - started) * 1e3
+                tokens = tokens + output.new_token_ids
+        tokens = tokens + [rng.randrange(model.spec.vocab_size) for _ in range(TURN)]
+        times.append(first)
+    return statistics.median(times[2:])  # the first one is a prefill, the second one records
+
+
 def measure(engine: LLMEngine, model: CausalLM, name: str, batch: int) -> dict[str, Any]:
     generate(engine, prompts_for(model, batch, 1), GREEDY)  # compiles, records
     prompts = prompts_for(model, batch, 2)
@@ -141,8 +160,16 @@ def main() -> None:
             model = bench_step.build(name, positions=4096)
         engine, executor, seconds = engine_over(model, max(batches))
         print(f"{name}: executor built in {seconds:.1f} s, {executor.geometry.num_blocks} blocks", flush=True)
+        turn = turns(engine, model)
+        print(f"{name}: first token of a turn {turn:.2f} ms", flush=True)
         for batch in batches:
-            rows.append({**measure(engine, model, name, batch), "build_seconds": round(seconds, 1)})
+            rows.append(
+                {
+                    **measure(engine, model, name, batch),
+                    "build_seconds": round(seconds, 1),
+                    "turn_ttft_ms": round(turn, 2),
+                }
+            )
             save("decode.json", {"results": rows})
         engine.close()
         del engine, executor, model

@@ -124,13 +124,15 @@ def _finish(
     total = tl.sum(tl.load(raw_sums + slot, mask=live, other=0.0) * tl.exp(peak - most), 0)
     normaliser = most + tl.log(total)
     values = tl.load(tops + slot, mask=live, other=float("-inf"))
-    best = tl.argmax(values, 0, tie_break_left=True)
+    # NaN logits (a diverged model) may leave no best: any token will do, an address outside the row will not.
+    best = tl.minimum(tl.argmax(values, 0, tie_break_left=True), CHUNKS - 1)
     token = tl.load(top_ids + row * CHUNKS + best)
     if DRAW:  # noqa: SIM102 - the inner test is made on the GPU, the outer one when the kernel is compiled
         if tl.load(temperature + row) > 0.0:
             values = tl.load(drawn + slot, mask=live, other=float("-inf"))
-            best = tl.argmax(values, 0, tie_break_left=True)
+            best = tl.minimum(tl.argmax(values, 0, tie_break_left=True), CHUNKS - 1)
             token = tl.load(drawn_ids + row * CHUNKS + best)
+    token = tl.minimum(token, V - 1)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.load(raw + row.to(tl.int64) * V + token) - normaliser)
     tl.store(normalisers + row, normaliser)

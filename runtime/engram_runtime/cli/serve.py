@@ -60,6 +60,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-tokens", type=int, metavar="TOKENS", help="size of the KV pool (default: from the memory)"
     )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="share of the card that weights, steps and caches take together (default: 0.9; GPUs only)",
+    )
     group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
     group.add_argument("--seed", type=int, help="makes requests without a seed reproducible")
     group.add_argument(

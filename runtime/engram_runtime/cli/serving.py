@@ -31,6 +31,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_cache_tokens=options.kv_cache_tokens,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         tensor_parallel_size=options.tensor_parallel_size,
         op_overrides=dict(options.op),
         seed=options.seed,

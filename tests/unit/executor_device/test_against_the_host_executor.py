@@ -12,6 +12,8 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.executor.device.executor import DeviceExecutor
+from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan, StepPlan
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 
@@ -133,3 +135,18 @@ def test_preemption(tiny: Get, family: str, kind: str, swap: int) -> None:
     stats = engine.stats()
     assert stats.preemptions_swapped if swap else stats.preemptions_recomputed
     assert_same(ours, serve(make_engine(tiny, family, "plain", **sizes), prompts, styles))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_tokens_of_nobody_leave_nothing_behind(tiny: Get, family: str) -> None:
+    # They are NaN here. A spare row that read one would sample nonsense, and the next step would look that up.
+    model, ops = tiny(family)
+    executor = make_executor("recorded", model, ops, seqs=5, window=160, tokens=2048)
+    assert isinstance(executor, DeviceExecutor)
+    prompt = tuple(range(10, 50))
+    opened = RowOpen(2, RowSampling(temperature=0.0), prompt)
+    executor.submit(StepPlan(0, (SequencePlan(2, 0, prompt, (4, 5, 6), 1, True),), opens=(opened,)))
+    executor.collect()
+    assert executor.recorded == 1
+    assert all(kv[:, -1, :, 0].isfinite().all() for kv in executor._caches.kv)
+    assert 0 <= int(executor._tables.last[-1]) < model.spec.vocab_size

@@ -9,7 +9,7 @@ import torch
 
 from engram_kernels.metadata import PAGE
 from engram_runtime.executor.device.gather import gather
-from engram_runtime.executor.device.graphs import DecodeGraphs, batch_sizes, why_not_recorded
+from engram_runtime.executor.device.graphs import StepGraphs, batch_sizes, why_not_recorded
 from engram_runtime.executor.device.inputs import decode_lines, gather_reference
 from engram_runtime.executor.device.sampling import Way, way_of
 from engram_runtime.executor.device.staging import Packer, float_bits
@@ -75,11 +75,13 @@ def test_the_gathering_kernel_equals_its_reference() -> None:
     tables.blocks[:-1].random_(0, 77, generator=generator)
     positions = [0, 5, 2099 * PAGE + 3, 1100 * PAGE, 0]
     columns = [tables.width, tables.width, tables.width, 1100, tables.width]
+    tables.last[6] = 499  # the spare row feeds 0, whatever was sampled for it
     plan = torch.tensor([[2, 0, 4, 1, 6], positions, [0] * 5, columns, [77, 77, 77, 60, 77]])
     before = tables.blocks.clone()
     args = (tables.last, tables.ints, tables.floats)
     expected = gather_reference(plan, *args, before)
     found = gather(plan, *args, tables.blocks)
+    assert found[0].tolist()[4] == 0
     assert torch.equal(before[:, :-1], tables.blocks[:, :-1])
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
         if index == 5:  # block tables: defined up to each sequence's last block
@@ -136,7 +138,7 @@ def test_the_largest_size_is_recorded_first_and_each_once() -> None:
         built.append((size, way))
         return lambda: ()
 
-    graphs = DecodeGraphs(16, Again(), build, rested.append)
+    graphs = StepGraphs(16, Again(), build, rested.append)
     assert [graphs.size_for(n) for n in (1, 3, 16)] == [1, 4, 16]
     for size in (2, 2, 16, 4):
         graphs.get(size, Way.DRAW)

@@ -79,6 +79,15 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     torch.testing.assert_close(got.logprobs, logits.log_softmax(-1)[[0, 1], got.token_ids])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_numbers_still_give_tokens(temperature: float) -> None:
+    logits = torch.full((2, 5000), torch.nan)
+    logits[1, :4000] = 0.0
+    s = SamplingTensors(torch.full((2,), temperature), torch.tensor([1, 2]), torch.tensor([3, 4]))
+    tokens = kernel.sample(logits, s).token_ids
+    assert ((tokens >= 0) & (tokens < 5000)).all()
+
+
 def test_a_temperature_needs_seeds() -> None:
     with pytest.raises(ValueError, match="seeds"):
         kernel.sample(torch.zeros(1, 8), SamplingTensors(temperature=torch.ones(1)))

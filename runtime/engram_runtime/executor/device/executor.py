@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,15 +21,23 @@ from torch import Tensor
 
 from engram_kernels import Ops
 from engram_kernels.metadata import PAGE, SampleOutput
-from engram_runtime.executor.device.graphs import DecodeGraphs, Recorder, Step
+from engram_runtime.executor.device.graphs import Recorder, Shape, Step, StepGraphs
 from engram_runtime.executor.device.inputs import (
     DECODE_LINES,
+    DecodeInputs,
     MixedInputs,
     decode_inputs,
     decode_lines,
     resolve_gather,
 )
 from engram_runtime.executor.device.memory import Memory
+from engram_runtime.executor.device.mixed import (
+    MixedShape,
+    largest_words,
+    mixed_inputs,
+    mixed_plan,
+    mixed_shape,
+)
 from engram_runtime.executor.device.pending import Pending, Scores
 from engram_runtime.executor.device.sampling import StepSampling, Way, recorded_sampling, way_of
 from engram_runtime.executor.device.staging import Done, Packer, to_host
@@ -73,7 +82,8 @@ class DeviceExecutor:
             self._caches = allocate_caches(model.spec, roomy, device)
             width = -(-geometry.max_model_len // PAGE) + 1
             self._tables = RowTables(max_num_seqs, width, geometry.num_blocks, device)
-            self._plan = torch.zeros(DECODE_LINES * max_num_seqs, dtype=torch.int64, device=device)
+            words = max(DECODE_LINES * max_num_seqs, largest_words(max_num_seqs))
+            self._plan = torch.zeros(words, dtype=torch.int64, device=device)
             self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._gather = resolve_gather(device)
         self._seen: SeenTokens | None = None
@@ -82,7 +92,7 @@ class DeviceExecutor:
         self._pending: deque[Pending] = deque()
         self._newest: Done | None = None
         self._graphs = (
-            DecodeGraphs(max_num_seqs, recorder, self._decode_step, self._rest) if recorder is not None else None
+            StepGraphs(max_num_seqs, recorder, self._recorded_step, self._rest) if recorder is not None else None
         )
         self.transfer = DeviceTransfer(ops, self._caches, device, lambda: self._newest)
         if self._stream is not None:
@@ -150,27 +160,29 @@ class DeviceExecutor:
         opens = self._change_rows(plan, packer)
         copies = self._memory.pack(plan, packer)
         sequences = plan.sequences
-        size = self._graph_size(sequences)
-        lines = None
-        if size is not None:
-            lines, updates = decode_lines(sequences, self._rows, size, self._tables, self._spare_slot)
+        shape = self._shape_of(sequences)
+        words: np.ndarray | None = None
+        mixed: MixedInputs | None = None
+        places, last = list(range(len(sequences))), _last_tokens(sequences)
+        if isinstance(shape, int):
+            words, updates = decode_lines(sequences, self._rows, shape, self._tables, self._spare_slot)
         else:
-            updates = [
-                (s.row, first + offset, block)
-                for s in sequences
-                for first, new in (self._rows[s.row].new_blocks(s.block_ids),)
-                for offset, block in enumerate(new)
-            ]
-        update = packer.add([part[i] for i in range(3) for part in updates]) if updates else None
-        mixed = MixedInputs(sequences, packer) if sequences and size is None else None
-        sampled = [s for s in sequences if s.sample]
-        rows = [self._rows[s.row] for s in sampled]
+            updates = [update for s in sequences for update in self._rows[s.row].block_updates(s)]
+            if shape is not None:
+                laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot)
+                words, places, last = laid_out.words, laid_out.places, laid_out.last
+            elif sequences:
+                mixed = MixedInputs(sequences, packer)
+        update = packer.add(np.array(updates, dtype=np.int64).T) if updates else None
+        sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
+        numbers = [s.row for _, s in sampled]
+        rows = [self._rows[number] for number in numbers]
         way = way_of(rows)
-        sampling = None
-        if sampled and (size is None or way is Way.HIDDEN):
-            numbers = [s.row for s in sampled]
-            positions = [s.start + s.num_tokens for s in sampled]
-            sampling = StepSampling(numbers, rows, _last_tokens(sequences), positions, self._tables.spare_row, packer)
+        sampling: StepSampling | None = None
+        if sampled and (shape is None or way is Way.HIDDEN):
+            positions = [s.start + s.num_tokens for _, s in sampled]
+            last = [last[index] for index, _ in sampled]
+            sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
         if len(packer):
             packer.flush()
         if opens is not None:
@@ -179,19 +191,19 @@ class DeviceExecutor:
             self._tables.update_blocks(packer.take(update))
         self._memory.move(plan, copies, packer)
         hidden: Tensor | None = None
-        if size is not None and lines is not None:
-            outputs = self._replay(size, way, lines)
+        if shape is not None and words is not None:
+            outputs = self._replay(shape, way, words)
             if way is Way.HIDDEN:
                 hidden = outputs[0]
             else:
-                pending.fetch([s.row for s in sampled], rows, SampleOutput(outputs[0], outputs[1], None, None))
+                output = SampleOutput(outputs[0], outputs[1], None, None)
+                pending.fetch(numbers, rows, output, [places[index] for index, _ in sampled])
         elif mixed is not None:
             ids, meta = mixed.build(packer, self._tables)
             hidden = self._model(ids, meta, self._caches)
         self._memory.save(copies, packer)
         if sampling is not None and hidden is not None:
-            output = self._sample(hidden, sampling, packer)
-            pending.fetch([s.row for s in sampled], rows, output)
+            pending.fetch(numbers, rows, self._sample(hidden, sampling, packer), range(len(rows)))
         if hidden is not None:
             pending.scores = self._scores(sequences, hidden)
         for row in rows:
@@ -251,54 +263,61 @@ class DeviceExecutor:
         values, ids = logprobs.topk(min(asked, logprobs.shape[-1]), dim=-1)
         return Scores(row, position, targets, to_host(chosen), to_host(values), to_host(ids))
 
-    # Recorded decodes
+    # Recorded steps
 
-    def _graph_size(self, sequences: Sequence[SequencePlan]) -> int | None:
-        """The recorded batch size that serves a step of nothing but decodes; None for every other step."""
-        if self._graphs is None or not sequences:
+    def _shape_of(self, sequences: Sequence[SequencePlan]) -> Shape | None:
+        """The recorded shape that serves a step; None for one that is launched kernel by kernel."""
+        if self._graphs is None or not sequences or any(s.prompt_logprobs for s in sequences):
             return None
-        if not all(s.token_ids is None and s.sample and not s.prompt_logprobs for s in sequences):
-            return None
-        return self._graphs.size_for(len(sequences))
+        if all(s.token_ids is None and s.sample for s in sequences):
+            return self._graphs.size_for(len(sequences))
+        return mixed_shape(sequences, self._max_rows)
 
-    def _replay(self, size: int, way: Way, lines: np.ndarray) -> tuple[Tensor, ...]:
+    def _replay(self, shape: Shape, way: Way, words: np.ndarray) -> tuple[Tensor, ...]:
         assert self._graphs is not None
-        step = self._graphs.get(size, way)  # first: recording uses the memory that the plan goes to
-        packer = Packer(self._device)
-        packer.add(lines)
-        packer.flush(into=self._plan)
+        step = self._graphs.get(shape, way)  # first: recording uses the memory that the plan goes to
+        self._send(words)
         return step()
 
-    def _rest(self, size: int) -> None:
-        """Point a decode batch at nothing but spare rows."""
-        lines, _ = decode_lines((), self._rows, size, self._tables, self._spare_slot)
+    def _rest(self, shape: Shape) -> None:
+        """Point a step at nothing but spare rows."""
+        if isinstance(shape, int):
+            self._send(decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0])
+        else:
+            self._send(mixed_plan(shape, (), self._tables, self._spare_slot).words)
+
+    def _send(self, words: np.ndarray) -> None:
         packer = Packer(self._device)
-        packer.add(lines)
+        packer.add(words)
         packer.flush(into=self._plan)
 
-    def _decode_step(self, size: int, way: Way) -> Step:
-        """The whole of a decode step of `size` sequences, from the plan on the device to the tokens fed back."""
-        plan = self._plan[: DECODE_LINES * size].view(DECODE_LINES, size)
-        starts = self._starts[: size + 1]
+    def _recorded_step(self, shape: Shape, way: Way) -> Step:
+        """The whole of a step, from its plan on the device to the tokens fed back."""
+        window = self._geometry.max_model_len
 
-        def step() -> tuple[Tensor, ...]:
-            inputs = decode_inputs(self._gather, plan, self._tables, starts, self._geometry.max_model_len)
-            hidden = self._model(inputs.ids, inputs.meta, self._caches)
-            if way is Way.HIDDEN:
-                return (hidden,)
-            output = self._ops.sample(self._model.logits(hidden), recorded_sampling(way, inputs))
-            self._tables.last.scatter_(0, inputs.rows, output.token_ids)
-            return output.token_ids, output.logprobs
+        def decode() -> tuple[Tensor, ...]:
+            assert isinstance(shape, int)
+            plan = self._plan[: DECODE_LINES * shape].view(DECODE_LINES, shape)
+            inputs = decode_inputs(self._gather, plan, self._tables, self._starts[: shape + 1], window)
+            return self._forward(inputs, None, inputs.rows, way)
 
-        return step
+        def mixed() -> tuple[Tensor, ...]:
+            assert isinstance(shape, MixedShape)
+            return self._forward(*mixed_inputs(shape, self._plan, self._tables, window), way)
+
+        return decode if isinstance(shape, int) else mixed
+
+    def _forward(self, inputs: DecodeInputs, last: Tensor | None, feed: Tensor, way: Way) -> tuple[Tensor, ...]:
+        """(tokens, log-probabilities), or the hidden states; last: which of those are sampled, None for all."""
+        hidden = self._model(inputs.ids, inputs.meta, self._caches)
+        if way is Way.HIDDEN:
+            return (hidden,)
+        logits = self._model.logits(hidden if last is None else hidden[last])
+        output = self._ops.sample(logits, recorded_sampling(way, inputs))
+        self._tables.last.scatter_(0, feed, output.token_ids)
+        return output.token_ids, output.logprobs
 
 
 def _last_tokens(sequences: Sequence[SequencePlan]) -> list[int]:
-    """Row of the hidden states that each sampled sequence ends with."""
-    last: list[int] = []
-    end = 0
-    for sequence in sequences:
-        end += sequence.num_tokens
-        if sequence.sample:
-            last.append(end - 1)
-    return last
+    """Row of the hidden states that each sequence ends with."""
+    return [end - 1 for end in accumulate(sequence.num_tokens for sequence in sequences)]

@@ -39,7 +39,7 @@ def _gather(
         page = tl.load(table + here)
         page = tl.where(here == column, block, page)
         tl.store(table + column, block)
-        tl.store(ids + i, tl.load(last + row))
+        tl.store(ids + i, tl.where(row < rows, tl.load(last + row), 0))
         tl.store(slots + i, page.to(tl.int64) * PAGE + position % PAGE)
         tl.store(seq_lens + i, (position + 1).to(tl.int32))
         tl.store(sampled_at + i, position + 1)

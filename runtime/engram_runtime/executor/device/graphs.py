@@ -1,7 +1,7 @@
-"""Decode steps recorded once per batch size and way of sampling, and replayed.
+"""Steps recorded once per shape and way of sampling, and replayed. The shape of a decode step is its batch size.
 
-A graph is recorded the first time its batch size is needed, after the same step has run once on spare rows (so every
-kernel is compiled and every workspace exists), the largest size before any other: all graphs share one memory pool,
+A graph is recorded the first time its shape is needed, after the same step has run once on spare rows (so every
+kernel is compiled and every workspace exists), the largest decode before any other: all graphs share one memory pool,
 and what the largest one needs serves the smaller ones.
 """
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from engram_kernels import Registry
+from engram_runtime.executor.device.mixed import MixedShape
 from engram_runtime.executor.device.sampling import Way
 
+Shape = int | MixedShape
 Step = Callable[[], tuple[Tensor, ...]]
 """Launches one step; everything it reads and returns stays at the same addresses from call to call."""
 
@@ -58,15 +60,15 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-class DecodeGraphs:
-    """`build(batch, way)` gives the step to record; `rest(batch)` points its inputs at spare rows."""
+class StepGraphs:
+    """`build(shape, way)` gives the step to record; `rest(shape)` points its inputs at spare rows."""
 
     def __init__(
-        self, most: int, recorder: Recorder, build: Callable[[int, Way], Step], rest: Callable[[int], None]
+        self, most: int, recorder: Recorder, build: Callable[[Shape, Way], Step], rest: Callable[[Shape], None]
     ) -> None:
         self.sizes = batch_sizes(most)
         self._recorder, self._build, self._rest = recorder, build, rest
-        self._recorded: dict[tuple[int, Way], Step] = {}
+        self._recorded: dict[tuple[Shape, Way], Step] = {}
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -75,25 +77,22 @@ class DecodeGraphs:
         """The smallest recorded size that holds this many sequences."""
         return self.sizes[bisect_left(self.sizes, sequences)]
 
-    def get(self, size: int, way: Way) -> Step:
+    def get(self, shape: Shape, way: Way) -> Step:
         """The replay of a step; recorded now if need be, which overwrites the step's inputs with spare rows."""
-        if not self._recorded:
+        if not self._recorded and isinstance(shape, int):
             self._record(self.sizes[-1], way)
-        if (size, way) not in self._recorded:
-            self._record(size, way)
-        return self._recorded[size, way]
-
-    def has(self, size: int, way: Way) -> bool:
-        return (size, way) in self._recorded
+        if (shape, way) not in self._recorded:
+            self._record(shape, way)
+        return self._recorded[shape, way]
 
     def clear(self) -> None:
         self._recorded.clear()
 
-    def _record(self, size: int, way: Way) -> None:
-        step = self._build(size, way)
-        self._rest(size)
+    def _record(self, shape: Shape, way: Way) -> None:
+        step = self._build(shape, way)
+        self._rest(shape)
         step()
-        self._recorded[size, way] = self._recorder.record(step)
+        self._recorded[shape, way] = self._recorder.record(step)
 
 
 def why_not_recorded(

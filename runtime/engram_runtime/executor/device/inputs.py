@@ -76,7 +76,8 @@ def gather_reference(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, b
     slots = blocks[rows, positions // PAGE].long() * PAGE + positions % PAGE
     ends = positions + 1
     has_state = (positions > 0).to(torch.uint8)
-    return last[rows], slots, ends.int(), ends, has_state, blocks[rows], ints[:, rows], floats[:, rows]
+    ids = torch.where(rows < last.shape[0] - 1, last[rows], 0)  # the spare row feeds 0
+    return ids, slots, ends.int(), ends, has_state, blocks[rows], ints[:, rows], floats[:, rows]
 
 
 def resolve_gather(device: torch.device) -> Gather:

@@ -38,10 +38,11 @@ class Scores:
 
 @dataclass(slots=True)
 class Pending:
-    """`tokens` and the rest hold one entry per sampled row, and may hold more behind those."""
+    """`tokens` and the rest hold an entry at the place of each sampled row, and may hold others."""
 
     step: int
     rows: list[int] = field(default_factory=list)
+    places: Sequence[int] = ()
     asked: list[int | None] = field(default_factory=list)
     """How many likely tokens each row wants reported; None: not even its own log-probability."""
     tokens: Tensor | None = None
@@ -51,9 +52,11 @@ class Pending:
     scores: list[Scores] = field(default_factory=list)
     done: Done | None = None
 
-    def fetch(self, numbers: Sequence[int], rows: Sequence[HostRow], output: SampleOutput) -> None:
-        """Start the copies of what these rows want to know."""
-        self.rows = list(numbers)
+    def fetch(
+        self, numbers: Sequence[int], rows: Sequence[HostRow], output: SampleOutput, places: Sequence[int]
+    ) -> None:
+        """Start the copies of what these rows want to know; places: where each one is in the output."""
+        self.rows, self.places = list(numbers), places
         self.asked = [row.sampling.logprobs for row in rows]
         self.tokens = to_host(output.token_ids)
         if any(asked is not None for asked in self.asked):
@@ -75,12 +78,12 @@ class Pending:
             return {}
         tokens = self.tokens.tolist()
         if self.logprobs is None:
-            return {row: Sampled(token) for row, token in zip(self.rows, tokens, strict=False)}
+            return {row: Sampled(tokens[place]) for row, place in zip(self.rows, self.places, strict=True)}
         logprobs = self.logprobs.tolist()
         ids = self.top_ids.tolist() if self.top_ids is not None else []
         values = self.top_logprobs.tolist() if self.top_logprobs is not None else []
         sampled = {}
-        for index, (row, asked) in enumerate(zip(self.rows, self.asked, strict=True)):
-            top = tuple(zip(ids[index][:asked], values[index][:asked], strict=True)) if asked else ()
-            sampled[row] = Sampled(tokens[index], None if asked is None else logprobs[index], top)
+        for row, place, asked in zip(self.rows, self.places, self.asked, strict=True):
+            top = tuple(zip(ids[place][:asked], values[place][:asked], strict=True)) if asked else ()
+            sampled[row] = Sampled(tokens[place], None if asked is None else logprobs[place], top)
         return sampled

@@ -42,8 +42,8 @@ class Way(Enum):
 
 
 def way_of(rows: Sequence[HostRow]) -> Way:
-    """The cheapest way that serves all of these rows."""
-    way = Way.GREEDY
+    """The cheapest way that serves all of these rows; with none of them nothing is sampled."""
+    way = Way.GREEDY if rows else Way.HIDDEN
     for row in rows:
         s = row.sampling
         if s.needs_history or s.logit_bias or s.logprobs or row.generated < s.min_tokens:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram_runtime.executor.device.staging import Packer, float_bits
-from engram_runtime.executor.plan import RowOpen, RowSampling
+from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 """Lines of `RowTables.floats`."""
@@ -81,6 +81,11 @@ class HostRow:
             known = 0
         self.blocks, self.last_block = len(block_ids), block_ids[-1]
         return known, block_ids[known:]
+
+    def block_updates(self, sequence: SequencePlan) -> list[tuple[int, int, int]]:
+        """The same as (row, column, block)."""
+        first, new = self.new_blocks(sequence.block_ids)
+        return [(sequence.row, first + offset, block) for offset, block in enumerate(new)]
 
 
 class SeenTokens:

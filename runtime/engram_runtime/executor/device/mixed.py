@@ -1,0 +1,144 @@
+"""Small steps with prefill in them, in a few fixed shapes that record into graphs like decodes.
+
+A turn of a conversation is some tens of new tokens on a long history, cut where a boundary is captured: launched kernel
+by kernel, such a step takes ten times as long as its kernels do. So a step whose chunks are short is filled up to one
+of few shapes: decodes, then chunks, then tokens that belong to nobody. Kernels take the real lengths from the device;
+the host's numbers, which a graph freezes, are upper bounds (see `StepMetadata`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram_kernels.metadata import PAGE, StepMetadata
+from engram_runtime.executor.device.inputs import DecodeInputs
+from engram_runtime.executor.device.tables import RowTables
+from engram_runtime.executor.plan import SequencePlan
+
+DECODES = (8, 64)
+CHUNKS = (1, 4, 16)
+CHUNK_TOKENS = (32, 128)
+MAX_TOKENS = 2048
+MAX_WASTE, FREE_TOKENS = 4, 256
+"""A shape may have this many times the step's tokens, or up to this many tokens however few they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedShape:
+    """`decodes` sequences of one token, then `chunks` sequences of at most `each` tokens."""
+
+    decodes: int
+    chunks: int
+    each: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.chunks * self.each
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.chunks
+
+    @property
+    def words(self) -> int:
+        """int64 words of the step's plan on the device: three lines of tokens, five of sequences, their starts."""
+        return 3 * self.tokens + 6 * self.sequences + 1
+
+
+def mixed_shape(sequences: Sequence[SequencePlan], most_decodes: int) -> MixedShape | None:
+    """The smallest shape that holds the step; None when it has long chunks or would mostly be filled up."""
+    decodes = _leading_decodes(sequences)
+    lengths = [sequence.num_tokens for sequence in sequences[decodes:]]
+    room = _fit(decodes, (*(size for size in DECODES if size < most_decodes), most_decodes))
+    chunks, each = _fit(len(lengths), CHUNKS), _fit(max(lengths, default=0), CHUNK_TOKENS)
+    if room is None or chunks is None or each is None:
+        return None
+    shape = MixedShape(room, chunks, each)
+    actual = decodes + sum(lengths)
+    return shape if shape.tokens <= min(MAX_TOKENS, max(FREE_TOKENS, MAX_WASTE * actual)) else None
+
+
+def largest_words(most_decodes: int) -> int:
+    """Words that hold the plan of any shape."""
+    return 3 * MAX_TOKENS + 6 * (most_decodes + CHUNKS[-1]) + 1
+
+
+def _fit(count: int, sizes: Sequence[int]) -> int | None:
+    return 0 if count == 0 else next((size for size in sizes if size >= count), None)
+
+
+def _leading_decodes(sequences: Sequence[SequencePlan]) -> int:
+    return next((i for i, s in enumerate(sequences) if s.num_tokens != 1 or s.start == 0), len(sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPlan:
+    """`words` [shape.words] int64 for the device; per sequence its place in the shape and its last hidden state."""
+
+    words: np.ndarray
+    places: list[int]
+    last: list[int]
+
+
+def mixed_plan(shape: MixedShape, sequences: Sequence[SequencePlan], tables: RowTables, spare_slot: int) -> MixedPlan:
+    """Lay a step out in a shape; what is left over are the spare row's, one token each."""
+    decodes = _leading_decodes(sequences)
+    places = [i if i < decodes else shape.decodes + i - decodes for i in range(len(sequences))]
+    tokens = np.zeros((3, shape.tokens), dtype=np.int64)
+    tokens[2] = tables.spare_row
+    rows = np.empty((5, shape.sequences), dtype=np.int64)
+    rows[:] = [[tables.spare_row], [1], [spare_slot], [0], [tables.spare_row]]
+    lengths = np.ones(shape.sequences, dtype=np.int64)
+    for place, sequence in zip(places, sequences, strict=True):
+        lengths[place] = sequence.num_tokens
+    starts = np.concatenate([[0], lengths.cumsum()])
+    rows[3] = starts[1:] - 1
+    for place, sequence in zip(places, sequences, strict=True):
+        first, end = starts[place], starts[place + 1]
+        tokens[0, first:end] = -1 if sequence.token_ids is None else sequence.token_ids
+        tokens[1, first:end] = np.arange(sequence.start, sequence.start + sequence.num_tokens)
+        tokens[2, first:end] = sequence.row
+        rows[0, place] = sequence.row
+        rows[1, place] = sequence.start + sequence.num_tokens
+        rows[2, place] = sequence.state_slot
+        if sequence.sample:
+            rows[4, place] = sequence.row
+    words = np.concatenate([tokens.reshape(-1), rows.reshape(-1), starts])
+    return MixedPlan(words, places, [int(starts[place + 1]) - 1 for place in places])
+
+
+def mixed_inputs(
+    shape: MixedShape, plan: Tensor, tables: RowTables, window: int
+) -> tuple[DecodeInputs, Tensor, Tensor]:
+    """plan [shape.words] on the device -> inputs, last hidden states [R], rows that the sampled tokens go to [R].
+
+    `inputs.rows` and `sampled_at` are [R] of the sequences; a sequence that samples nothing feeds the spare row.
+    """
+    count = shape.sequences
+    border = 3 * shape.tokens
+    tokens, positions, owners = plan[:border].view(3, shape.tokens).unbind(0)
+    rows, ends, state_slots, last, feed = plan[border : border + 5 * count].view(5, count).unbind(0)
+    query_start = plan[border + 5 * count : shape.words].int()
+    seq_lens = ends.int()
+    slots = tables.blocks[owners, positions // PAGE].long() * PAGE + positions % PAGE
+    meta = StepMetadata(
+        positions=positions,
+        slots=torch.where(torch.arange(shape.tokens, device=plan.device) < query_start[-1], slots, -1),
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_tables=tables.blocks[rows],
+        num_decodes=shape.decodes,
+        max_query_len=max(1, shape.each),
+        max_seq_len=window,
+        state_slots=state_slots,
+        has_state=seq_lens > query_start.diff(),
+        query_lens_host=(1,) * shape.decodes + (shape.each,) * shape.chunks,
+        seq_lens_host=(window,) * count,
+    )
+    ids = torch.where(tokens < 0, tables.last[owners], tokens)
+    return DecodeInputs(ids, meta, rows, ends, tables.ints[:, rows], tables.floats[:, rows]), last, feed
