@@ -9,7 +9,8 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
-.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider openapi clean
+.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider \
+	bench-conversation openapi clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,6 +54,9 @@ openapi: install ## regenerate docs/openapi.json
 
 bench-provider: install ## what the LiteLLM provider adds to a call
 	$(BIN)/python tests/bench/bench_provider_overhead.py
+
+bench-conversation: install ## 50 turns in three modes, restores per tier; writes docs/savings.md (about 5 minutes)
+	$(TEST_ENV) $(BIN)/python -m tests.bench.bench_conversation
 
 clean: ## remove what make built in this folder (not the caches outside it)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
