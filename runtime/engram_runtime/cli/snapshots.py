@@ -193,7 +193,7 @@ def _fsck(options: argparse.Namespace) -> int:
                 f"{show_size(tier['bytes'])}, {len(tier['problems'])} problems"
             )
         for problem in tier["problems"]:
-            bad = bad or (problem["kind"] != "orphan" and not problem["repaired"])
+            bad = bad or (problem["kind"] not in ("orphan", "foreign") and not problem["repaired"])
             if not options.json:
                 fixed = " (repaired)" if problem["repaired"] else ""
                 print(f"  {problem['kind']}: {problem['key']}: {problem['message']}{fixed}")

@@ -29,6 +29,7 @@ def check(repository: Repository, *, repair: bool = False) -> FsckReport:
     run.check_snapshots()
     run.check_refs()
     run.check_anchors()
+    run.judge()
     run.check_leftovers()
     return FsckReport(repository.tier, len(listing.snapshots), len(listing.kv), listing.nbytes, run.problems)
 
@@ -41,6 +42,8 @@ class _Run:
         self.problems: list[FsckProblem] = []
         self.pieces: dict[tuple[Space, str], list[PieceRef]] = {}
         self.whole: dict[tuple[Space, str], Manifest] = {}
+        self.verified: set[str] = set()  # namespaces in which some signature is ours
+        self.unsigned: list[tuple[str, ObjectInfo, str]] = []
 
     def check_kv_files(self) -> None:
         for (space, name), info in self.listing.kv.items():
@@ -57,14 +60,16 @@ class _Run:
         for (space, snapshot_id), info in self.listing.snapshots.items():
             try:
                 self.whole[space, snapshot_id] = self.read_snapshot(space, snapshot_id, info)
+                self.verified.add(space.namespace)
             except StoreUnavailable:
                 raise
             except NotFound:
                 continue
             except _Missing as error:
+                self.verified.add(space.namespace)
                 self.found("missing", info.key, str(error), self.deleter(info))
             except SnapshotError as error:
-                self.found(_kind(error), info.key, str(error), self.deleter(info))
+                self.unreadable(space, info, error)
 
     def read_snapshot(self, space: Space, snapshot_id: str, info: ObjectInfo) -> Manifest:
         data = self.repository.store.get(info.key)
@@ -124,8 +129,9 @@ class _Run:
             except NotFound:
                 continue
             except SnapshotError as error:
-                self.found(_kind(error), info.key, str(error), self.deleter(info))
+                self.unreadable(space, info, error)
                 continue
+            self.verified.add(space.namespace)
             gone = frozenset(e.snapshot_id for e in ref.entries if not self.is_there(space, e.snapshot_id))
             if ref.head in gone:
                 fix = self.ref_fixer(space, ref, gone, tag, info)
@@ -152,18 +158,35 @@ class _Run:
             except NotFound:
                 continue
             except SnapshotError as error:
-                self.found(_kind(error), info.key, str(error), self.deleter(info))
+                self.unreadable(space, info, error)
                 continue
+            self.verified.add(space.namespace)
             if not self.is_there(space, anchor.snapshot_id):
                 message = f"its snapshot {anchor.snapshot_id} is not there"
                 self.found("orphan", info.key, message, self.deleter(info))
 
+    def unreadable(self, space: Space, info: ObjectInfo, error: SnapshotError) -> None:
+        if "signature" in str(error):
+            self.unsigned.append((space.namespace, info, str(error)))
+        else:
+            self.found("damaged", info.key, str(error), self.deleter(info))
+
+    def judge(self) -> None:
+        """A wrong signature among right ones is a forgery; where none is right, the key is another one."""
+        for namespace, info, message in self.unsigned:
+            if namespace in self.verified:
+                self.found("forged", info.key, message, self.deleter(info))
+        for namespace in sorted({namespace for namespace, _, _ in self.unsigned} - self.verified):
+            message = "nothing in it is signed with this tenant key: it is left alone"
+            self.found("foreign", f"{keys.ROOT}{namespace}/", message, None)
+
     def check_leftovers(self) -> None:
+        foreign = {namespace for namespace, _, _ in self.unsigned} - self.verified
         for (space, name), info in inventory.unreferenced(self.listing, self.whole).items():
-            if (space, name) in self.pieces:
+            if (space, name) in self.pieces and space.namespace not in foreign:
                 self.found("orphan", info.key, "no snapshot needs it", None)  # the sweep's, after its grace period
         for (space, snapshot_id), info in self.listing.labels.items():
-            if not self.is_there(space, snapshot_id):
+            if space.namespace not in foreign and not self.is_there(space, snapshot_id):
                 self.found("orphan", info.key, "its snapshot is not there", self.deleter(info))
         for info in self.listing.unknown:
             self.found("unknown", info.key, "not an object of ours", None)
@@ -181,10 +204,6 @@ class _Run:
             fix()
             repaired = True
         self.problems.append(FsckProblem(kind, key, message, repaired))
-
-
-def _kind(error: SnapshotError) -> str:
-    return "forged" if "signature" in str(error) else "damaged"
 
 
 class _Missing(SnapshotError):

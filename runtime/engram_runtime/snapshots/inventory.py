@@ -124,6 +124,15 @@ def facts(
     return result
 
 
+def foreign(inventory: Inventory, known: Mapping[tuple[Space, str], Manifest]) -> set[str]:
+    """Namespaces that hold snapshots, none of which the key here can vouch for: they belong to another key.
+
+    A store may be shared by several keys, and somebody may have started with the wrong one: what cannot be judged must
+    be left alone.
+    """
+    return {space.namespace for space, _ in inventory.snapshots} - {space.namespace for space, _ in known}
+
+
 def unreferenced(
     inventory: Inventory, known: Mapping[tuple[Space, str], Manifest]
 ) -> dict[tuple[Space, str], ObjectInfo]:

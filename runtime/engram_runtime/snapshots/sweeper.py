@@ -56,6 +56,7 @@ class Sweeper:
             repository = tier.repository
             listing = inventory.take(repository.objects(keys.ROOT))
             known = inventory.manifests(repository, listing, self._cache)
+            foreign = inventory.foreign(listing, known)
             policy = RetentionPolicy(
                 keep_last=self._config.keep_last,
                 max_age_seconds=self._config.max_age_seconds,
@@ -80,7 +81,7 @@ class Sweeper:
                 freed += sum(listing.snapshots[space, i].size for i in gone)
                 if tombstones:
                     self._bury(tier, space, gone)
-            files, bytes_freed = self._collect(tier, listing, known, started)
+            files, bytes_freed = self._collect(tier, listing, known, foreign, started)
             self._forget_old_tombstones(tier, listing, started)
             repository.store.clean_uploads(started - self._config.gc_grace_seconds)
         return SweepReport(deleted, files, freed + bytes_freed)
@@ -113,7 +114,12 @@ class Sweeper:
             tier.repository.write_tombstone(space, event_id, snapshot_ids[first : first + MAX_TOMBSTONE_IDS])
 
     def _collect(
-        self, tier: Tier, listing: Inventory, known: dict[tuple[Space, str], Manifest], started: float
+        self,
+        tier: Tier,
+        listing: Inventory,
+        known: dict[tuple[Space, str], Manifest],
+        foreign: Set[str],
+        started: float,
     ) -> tuple[int, int]:
         """(files, bytes) of unreferenced KV deleted."""
         grace = self._config.gc_grace_seconds
@@ -125,6 +131,8 @@ class Sweeper:
             by_space.setdefault(space, {})
         count, freed = 0, 0
         for space, files in by_space.items():
+            if space.namespace in foreign:
+                continue
             before = self._read_condemned(tier, space)
             condemned = {file: before.get(file, started) for file in files}
             ripe = [

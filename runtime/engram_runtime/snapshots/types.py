@@ -236,7 +236,7 @@ class PrefetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FsckProblem:
-    kind: str  # "damaged" | "forged" | "missing" | "dangling" | "orphan" | "unknown"
+    kind: str  # "damaged" | "forged" | "missing" | "dangling" | "orphan" | "unknown" | "foreign"
     key: str
     message: str
     repaired: bool = False
@@ -254,8 +254,8 @@ class FsckReport:
 
     @property
     def ok(self) -> bool:
-        """Orphans are leftovers that the next sweep takes: they cost space, not correctness."""
-        return all(problem.kind == "orphan" for problem in self.problems)
+        """Orphans are leftovers that the next sweep takes, and what another key signed is another's."""
+        return all(problem.kind in ("orphan", "foreign") for problem in self.problems)
 
 
 @dataclass(frozen=True, slots=True)
