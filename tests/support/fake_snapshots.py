@@ -148,6 +148,9 @@ class FakeSnapshots:
     def counters(self) -> dict[str, float]:
         return {"saves": float(len(self.entries))}
 
+    def gathered(self, deadline_seconds: float) -> bool:
+        return True
+
     def flush(self, deadline_seconds: float) -> bool:
         return True
 

@@ -44,6 +44,7 @@ from engram_runtime.snapshots.types import PrefetchReport, SnapshotContent, Snap
 
 MAIN = "main"
 PAGE = 500
+GATHER_SECONDS = 30.0
 LISTED_IDS = 1 << 20
 """Token ids in one listing: each turn repeats the history before it, so longer ones are left to single look-ups."""
 
@@ -246,6 +247,10 @@ async def _begin(request: Request, what: str) -> tuple[ServerState, Snapshots, P
     principal.require_memory(what)
     assert state.loaded is not None
     await state.loaded.engine.flush()
+    if not await run_in_threadpool(service.gathered, GATHER_SECONDS):
+        raise ApiError(
+            503, "the last turn is still on its way to host memory", code="snapshot_unavailable", retry_after=1
+        )
     return state, service, principal
 
 

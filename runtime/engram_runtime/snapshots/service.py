@@ -299,6 +299,9 @@ class SnapshotService:
     def counters(self) -> dict[str, float]:
         return {**self._shared.counters.read(), **self._saver.depth()}
 
+    def gathered(self, deadline_seconds: float) -> bool:
+        return self._saver.wait_gathered(deadline_seconds)
+
     def flush(self, deadline_seconds: float) -> bool:
         deadline = time.monotonic() + deadline_seconds
         if not self._saver.wait(deadline_seconds):

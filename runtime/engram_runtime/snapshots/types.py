@@ -383,6 +383,9 @@ class Snapshots(Protocol):
 
     def counters(self) -> dict[str, float]: ...
 
+    def gathered(self, deadline_seconds: float) -> bool:
+        """Wait until every capture handed over so far can be found; False when that took too long."""
+
     def flush(self, deadline_seconds: float) -> bool:
         """Wait for every queued save (and make host-only tips durable); True when all of it is done in time."""
 

@@ -43,6 +43,8 @@ def test_continues_the_conversation_of_another_process(model, tmp_path):
             body = {"model": NAME, "messages": messages, "max_tokens": 8, "temperature": 0, "conversation_id": "c"}
             answer = http.post("/v1/chat/completions", json=body).json()
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            at_once = http.post("/restore_snapshot", json={"conversation_id": "c"}).json()
+            assert at_once["turn_number"] == answer["engram"]["turn_number"]
         for turn in (1, 2):
             saved = http.post("/save_snapshot", json={"conversation_id": "c", "turn_number": turn})
             assert saved.status_code == 200, saved.text
