@@ -46,7 +46,9 @@ them, ran in the background between turns: the reply, the way the next request w
 
 Per turn, mean. Dollars are the requests at list prices of Amazon S3 Standard, us-east-1, {prices_date}: ${put} per
 1,000 PUTs or LISTs, ${get} per 1,000 GETs or HEADs, without storage and transfer. One replica serves the whole
-conversation, so what it reads is heads and anchors only.
+conversation, so what it reads is heads and anchors only. The turn with the most KiB merges the history's pieces into
+one, once they are more than 32; the turn with the most PUTs is a hybrid's first, which also keeps the state before the
+user's message.
 
 {store}
 
@@ -55,7 +57,8 @@ conversation, so what it reads is heads and anchors only.
 Before each turn everything above the tier is emptied (`disk` and `store`: a new engine over the folder, both on the
 local file system). All figures are of the last, longest turn, except the median over all turns. Restore time runs until
 the tokens are usable; `gpu` shares blocks, moves nothing and is not timed by itself. First token is from the request's
-arrival and includes computing the new message.
+arrival and includes computing the new message. Counts are exact; times were taken beside other work on the machine, and
+a single one may be several times too long.
 
 {tiers}
 
@@ -137,6 +140,7 @@ def _store_rows(label: str, entry: Mapping[str, Any]) -> list[list[str]]:
                 f"{label}, {mode}",
                 _kib(mean["bytes_written"]),
                 _kib(turns[-1]["bytes_written"]),
+                _kib(max(turn["bytes_written"] for turn in turns)),
                 f"{mean['puts']:.2f}",
                 str(max(turn["puts"] for turn in turns)),
                 f"{mean['gets']:.2f}",
@@ -199,7 +203,18 @@ def render(result: Mapping[str, Any]) -> str:
         return [row for label, entry in result.items() for row in of(label, entry)]
 
     mode_head = ["", "turns", "prompt tokens", "counted", "told", "rewarmed", "saved", "last turn"]
-    store_head = ["", "KiB written", "last turn", "PUTs", "most PUTs", "GETs", "HEADs", "LISTs", "$ per 1,000 turns"]
+    store_head = [
+        "",
+        "KiB written",
+        "last turn",
+        "most",
+        "PUTs",
+        "most PUTs",
+        "GETs",
+        "HEADs",
+        "LISTs",
+        "$ per 1,000 turns",
+    ]
     tier_head = ["", "prompt", "restored", "KiB moved", "median ms", "restore ms", "first token ms"]
     return TEMPLATE.format(
         agreement=agreement,
