@@ -111,7 +111,12 @@ class Loader:
             digest.check(tensors.view_bytes(value["kv"]), ref.digest, f"{what} on the host tier")
 
         def read(tier: Tier) -> Value:
-            return {"kv": tier.repository.read_piece(record.space, ref)}
+            try:
+                return {"kv": tier.repository.read_piece(record.space, ref)}
+            except NotFound:
+                # Taken behind our back: that its snapshot is there says nothing any more.
+                tier.repository.forget(record.space.kv(ref.file), damaged=True)
+                raise
 
         def damaged(tier: Tier) -> None:
             path = record.space.kv(ref.file)

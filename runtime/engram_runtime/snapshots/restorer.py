@@ -48,6 +48,8 @@ class _Search:
     failed: bool = False
     head_turn: int = 0
     found: dict[str, tuple[Record, int]] = field(default_factory=dict)
+    useless: set[str] = field(default_factory=set)
+    """Snapshots that turned out to be incomplete."""
 
     @property
     def best(self) -> int:
@@ -59,7 +61,7 @@ class _Search:
             self.reasons.append(f"snapshot {record.snapshot_id} has expired")
             return 0
         position = usable_prefix(record, self.chain.tokens, self.limit, exact=self.exact)
-        if position > self.query.min_position:
+        if position > self.query.min_position and record.snapshot_id not in self.useless:
             self.found[record.snapshot_id] = (record, position)
         return position
 
@@ -125,6 +127,11 @@ class Restorer:
         if self._worth_asking(search):
             self._from_anchors(search)
         fetched = self._fetch_best(search)
+        if fetched is None and search.useless:
+            # An older boundary, which was not looked for while there seemed to be a better one.
+            search.found.clear()
+            self._from_anchors(search)
+            fetched = self._fetch_best(search)
         if fetched is not None:
             return fetched
         return Miss("; ".join(search.reasons) or "no snapshot shares a longer prefix", failed=search.failed)
@@ -280,6 +287,7 @@ class Restorer:
                 self._remark(search, f"snapshot {record.snapshot_id} was not read before the deadline")
             except SnapshotError as error:
                 self._remark(search, f"snapshot {record.snapshot_id}: {error}")
+                search.useless.add(record.snapshot_id)
                 if not record.tiers:
                     self._shared.catalogue.remove(record.space, record.snapshot_id)
         return None

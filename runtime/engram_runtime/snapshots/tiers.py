@@ -197,6 +197,8 @@ class Tier:
             yield
         except StoreUnavailable as error:
             breaker.failed(error.reason, str(error))
+            if not breaker.healthy:
+                self.repository.forget_seen()
             raise
         except NotFound:
             breaker.succeeded()

@@ -154,6 +154,11 @@ class Repository:
             if damaged and len(self._damaged) < MAX_LIVE:
                 self._damaged.add(key)
 
+    def forget_seen(self) -> None:
+        """The store was away, and may come back as another one (a bucket made anew, an empty volume)."""
+        with self._lock:
+            self._live.clear()
+
     def is_damaged(self, key: str) -> bool:
         """Found damaged by this process, and not written again since."""
         with self._lock:
