@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engram_runtime.errors import SnapshotError
 from engram_runtime.server.protocol.legacy import (
     LegacyDeleted,
     LegacyError,
     LegacyInfo,
+    LegacyRestore,
     LegacyRestored,
+    LegacySave,
     LegacySaved,
     LegacySnapshots,
 )
 
 CALLS = ("save_snapshot", "restore_snapshot", "list_snapshots", "get_snapshot_info", "delete_snapshot")
 FAR = "192.0.2.7"
+FIELDS = sorted({*LegacySave.model_fields, *LegacyRestore.model_fields, "path"})
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.lists(st.integers(), max_size=4)
+)
 
 
 async def call(api, name, status=200, headers=None, **body):
@@ -190,3 +200,22 @@ async def test_snapshots_off(make_api):
     for name in CALLS:
         fields = {} if name == "list_snapshots" else {"turn_number": 1}
         assert (await call(api, name, 404, conversation_id="a", **fields))["error"]["code"] == "snapshots_disabled"
+
+
+async def test_a_flood_of_ids_is_refused_by_count(api):
+    fields = {"create_new_request": True, "continuation_ids": [1] * 1_200_000, "max_new_tokens": 1}
+    refused = await call(api, "restore_snapshot", 400, conversation_id="a", **fields)
+    assert "at most" in refused["message"]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(CALLS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5))
+async def test_no_body_breaks_the_server(api, name, fields):
+    """Anything but the stored conversation's turn is refused, and never with a 200 that failed."""
+    answer = await api.http.post(f"/{name}", content=json.dumps(fields), headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code == 200:
+        assert name == "list_snapshots"
+        assert answer.json() == {"success": True, "snapshots": []}
+    else:
+        LegacyError.model_validate(answer.json())

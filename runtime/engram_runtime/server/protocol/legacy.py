@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engram_runtime.server.protocol.common import MAX_INT, Wire
+from engram_runtime.server.protocol.completions import MAX_TOKENS
 from engram_runtime.server.protocol.responses import Engram, ErrorDetail, Shape
 
 TurnNumber = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -31,7 +32,7 @@ class LegacyRestore(Wire):
     branch_name: str | None = Field(None, description="Default main.")
     create_new_request: bool = False
     continuation_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] | None = Field(
-        None, description="Token ids that follow what was said; may be empty."
+        None, max_length=MAX_TOKENS, description="Token ids that follow what was said; may be empty."
     )
     max_new_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     request_id: str | None = Field(None, min_length=1, max_length=256, description="Comes back as rid.")
