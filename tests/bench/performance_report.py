@@ -17,9 +17,9 @@ TEMPLATE = """\
 # Performance on one H200
 
 Random weights of the published shapes, bf16, greedy, {environment}.
-Made from the JSON files under [tests/bench/results](../tests/bench/results) by `python -m tests.bench.performance_report`;
-a test keeps this page equal to them. *Floor* is the bytes that must move at 4.3 TB/s, *vLLM* is version 0.26.0 on the same
-kind of card.
+Made from the JSON files under [tests/bench/results](../tests/bench/results) by
+`python -m tests.bench.performance_report`; a test keeps this page equal to them. *Floor* is the bytes that must move at
+4.3 TB/s, *vLLM* is version 0.26.0 on the same kind of card.
 
 ## Decode through the engine
 
@@ -35,8 +35,8 @@ What limits these figures, and what was not run:
 
 - The Qwen3-8B rows are from a run that its own check of near-ties stopped at batch 8 (0.1525 against a limit of 0.15 in
   the logits, later raised to 0.5); they were taken from its log, and larger batches were not measured.
-- After these runs the padding of recorded prefill steps was corrected (a hybrid with 64 sequences had read it). That code
-  has been run on the CPU only, and Granite-4.0-H-tiny has no row here for that reason.
+- After these runs the padding of recorded prefill steps was corrected (a hybrid with 64 sequences had read it). That
+  code has been run on the CPU only, and Granite-4.0-H-tiny has no row here for that reason.
 - HTTP and the tokenizer are outside; restores, chats and cold start have no GPU figures yet.
 
 ## Whole steps without the engine
