@@ -21,6 +21,7 @@ from engram_runtime.snapshots.policy.records import Label
 FINE_GRID = 16  # inside the first segment, so that short chats are found too
 MAX_BUCKET = 64
 MAX_GONE = 1 << 16
+RECORD_TOKENS = 2048  # what a record costs besides its token ids (keys, manifest, index), in ids of 4 bytes
 
 
 @dataclass(slots=True)
@@ -60,7 +61,8 @@ class Record:
 
 
 class Catalogue:
-    """Thread-safe. Bounded by tokens held; least recently used records go first, host-only ones last."""
+    """Thread-safe. Bounded by tokens held, RECORD_TOKENS a record besides its own; least recently used records go
+    first, host-only ones last."""
 
     def __init__(self, max_tokens: int = 1 << 26) -> None:
         self._max_tokens = max_tokens
@@ -82,7 +84,7 @@ class Catalogue:
                 return None
             self._drop(key)
             self._records[key] = record
-            self._tokens += len(record.tokens)
+            self._tokens += len(record.tokens) + RECORD_TOKENS
             self._conversations[record.space, record.manifest.conversation_id].add(record.snapshot_id)
             for piece in record.manifest.pieces:
                 if piece.end == piece.tensor_end:
@@ -182,7 +184,7 @@ class Catalogue:
         if record is None:
             return None
         space, snapshot_id = key
-        self._tokens -= len(record.tokens)
+        self._tokens -= len(record.tokens) + RECORD_TOKENS
         for name in self._keys.pop(key, []):
             bucket = self._buckets.get((space, name))
             if bucket is not None:
