@@ -30,33 +30,8 @@ OP_NAMES: tuple[str, ...] = (
 
 REFERENCES: tuple[OpSpec, ...] = tuple(OpSpec(op, "torch", f"engram_kernels.{op}.reference:{op}") for op in OP_NAMES)
 
-TRITON_OPS: tuple[str, ...] = (
-    "linear",
-    "embedding",
-    "rms_norm",
-    "add_rms_norm",
-    "rotary",
-    "kv_append",
-    "rope_append",
-    "paged_attention",
-    "silu_and_mul",
-    "logits",
-    "causal_conv1d",
-    "ssd_scan",
-    "state_update",
-    "gated_rms_norm",
-    "route",
-    "experts",
-    "sample",
-    "copy_blocks",
-    "gather_kv",
-    "scatter_kv",
-    "copy_state",
-)
-"""Ops with a Triton kernel in `<op>/kernel.py`."""
-
 TRITON: tuple[OpSpec, ...] = tuple(
-    OpSpec(op, "triton", f"engram_kernels.{op}.kernel:{op}", cuda_capability(8), priority=1) for op in TRITON_OPS
+    OpSpec(op, "triton", f"engram_kernels.{op}.kernel:{op}", cuda_capability(8), priority=1) for op in OP_NAMES
 )
 
 SHIPPED: tuple[OpSpec, ...] = REFERENCES + TRITON
