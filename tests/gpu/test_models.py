@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engram_kernels import PAGE, Ops, StepMetadata
-from engram_kernels.backends import OP_NAMES, TRITON_OPS
+from engram_kernels.backends import OP_NAMES
 from engram_runtime.loader.model import load_model
 from tests.support.kernel_cases import relative_error
 from tests.support.steps import Stepper
@@ -22,7 +22,7 @@ LENGTHS = (300, 37, 160, 5)
 
 
 def _stepper(path: Path, device: str, dtype: str, backend: str) -> Stepper:
-    overrides = {op: backend for op in OP_NAMES if backend == "torch" or op in TRITON_OPS}
+    overrides = dict.fromkeys(OP_NAMES, backend)
     model = load_model(path, device=device, dtype=dtype, ops=Ops.bind(device, dtype, overrides))
     stepper = Stepper(model, num_blocks=64)
     caches = stepper.caches
