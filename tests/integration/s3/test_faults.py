@@ -17,8 +17,8 @@ from tests.support.s3_faults import FaultProxy, faulty
 from tests.support.s3_process import S3Server, open_store
 from tests.support.store_conformance import MIB, kv_key, noise, ref_key, space
 
-DEADLINE = 1.0  # of the hasty store, for faults that last
-HASTY_TIMEOUT = 0.3
+DEADLINE = 0.7  # of the hasty store, for faults that last
+HASTY_TIMEOUT = 0.2
 PART = 5 * MIB
 LARGE = PART + MIB  # two parts
 
@@ -35,7 +35,7 @@ def options(moto: S3Server, proxy: FaultProxy, tmp_path_factory: pytest.TempPath
     return replace(
         made,
         endpoint_url=proxy.url,
-        read_timeout_seconds=1.0,
+        read_timeout_seconds=0.5,
         range_bytes=256 * 1024,
         part_bytes=PART,
         multipart_from_bytes=PART,
@@ -200,7 +200,8 @@ def test_a_body_that_is_always_truncated_is_trouble_not_the_end(
     proxy.inject("truncate", method="GET")
     with pytest.raises(StoreUnavailable) as caught:
         calls(hasty, key)[call]()
-    assert caught.value.reason == "ConnectionLost"
+    assert caught.value.reason in ("ConnectionLost", "Timeout")  # which of them the deadline ends
+    assert proxy.injected >= 2
 
 
 @pytest.mark.parametrize("call", ["get", "front", "read_into"])

@@ -111,8 +111,8 @@ def test_a_store_that_is_away_costs_durability_only(
     options = replace(
         moto.options(tmp_path / "credentials", moto.bucket()),
         endpoint_url=proxy.url,
-        deadline_seconds=1.0,
-        read_timeout_seconds=0.5,
+        deadline_seconds=0.4,
+        read_timeout_seconds=0.2,
     )
     replica = world(tmp_path / "a", options)
     kept_tokens = tokens(300)
@@ -120,7 +120,7 @@ def test_a_store_that_is_away_costs_durability_only(
     proxy.inject(action, **settings)  # type: ignore[arg-type]
     lost = replica.capture([*kept_tokens, 7, *tokens(100, 1)], turn=2, parent=kept.snapshot_id)
     replica.service.save(lost)
-    assert not replica.service.flush(1)
+    assert not replica.service.flush(0.3)
     fetched = replica.find([*lost.token_ids, 7, 1], candidates=(lost.position,), needs_state=True)
     replica.check(fetched, lost)
     assert fetched.tier == "host"
