@@ -34,7 +34,9 @@ engine ([step.json](../tests/bench/results/step.json), `python tests/bench/bench
 What limits these figures, and what was not run:
 
 - The Qwen3-8B rows are from a run that its own check of near-ties stopped at batch 8 (0.1525 against a limit of 0.15 in
-  the logits, later raised to 0.5); they were taken from its log, and larger batches were not measured.
+  the log-probabilities); they were taken from its log, and larger batches were not measured.
+- Two GPU tests missed their bounds in the last runs and are open: the state of the fp32 scan (1.08e-5 against 1e-5) and
+  the MoE Granite behind the device executor (0.0587 against 1.3 times the 0.0378 of torch's own operators).
 - After these runs the padding of recorded prefill steps was corrected (a hybrid with 64 sequences had read it). That
   code has been run on the CPU only, and Granite-4.0-H-tiny has no row here for that reason.
 - HTTP and the tokenizer are outside; restores, chats and cold start have no GPU figures yet.

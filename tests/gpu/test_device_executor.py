@@ -160,9 +160,7 @@ def test_random_company_swaps_and_prefix_hits_agree_with_fp32(family: str, cases
     ours, plain = judge(case, prompts, got), judge(case, prompts, theirs)
     print(f"{executor.recorded} graphs", end=", ")
     print(f"{family}: error {ours[0]:.2e} (torch {plain[0]:.2e}), first choice {ours[1]:.3f} (torch {plain[1]:.3f})")
-    # Where two experts nearly tie, a last bit sends a token elsewhere: single errors are large then.
-    routed = family in ("granite", "granite_rope")
-    assert ours[0] < (2.0 if routed else 1.3) * plain[0] + 2e-3
+    assert ours[0] < 1.3 * plain[0] + 2e-3
     assert 0 <= int(executor._tables.last[-1]) < vocab
     assert ours[1] > plain[1] - 0.06
 
