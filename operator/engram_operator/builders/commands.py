@@ -31,6 +31,11 @@ OWNED_FLAGS = {
     "--tensor-parallel-size": "spec.parallelism.tensor",
     "--drain-timeout": "spec.updateStrategy.drainTimeoutSeconds",
     "--api-keys-dir": "spec.auth.apiKeysSecretRef",
+    "--admin-audience": "the operator",
+    "--admin-subject": "the operator",
+    "--admin-issuer-url": "the operator",
+    "--admin-jwks-token-file": "the operator",
+    "--admin-jwks-ca-file": "the operator",
     "--snapshots-disabled": "spec.snapshots.enabled",
     "--snapshot-host-memory": "spec.snapshots.hostMemory",
     "--snapshot-disk-path": "spec.cache.type",
@@ -81,7 +86,18 @@ def fetch_args(model: EngramModel) -> list[str]:
     return args
 
 
-def serve_args(model: EngramModel, policy: SnapshotPolicy | None) -> list[str]:
+def admin_args(settings: at.BuildSettings) -> list[str]:
+    """Whom the admin port answers beside admin keys: the operator's account, by tokens made for the audience."""
+    if settings.operator_account is None:
+        return []
+    subject = f"system:serviceaccount:{settings.operator_namespace}:{settings.operator_account}"
+    args = ["--admin-audience", at.ADMIN_AUDIENCE, "--admin-subject", subject]
+    args += ["--admin-issuer-url", settings.issuer_url]
+    args += ["--admin-jwks-token-file", f"{at.CLUSTER_PATH}/token"]
+    return [*args, "--admin-jwks-ca-file", f"{at.CLUSTER_PATH}/ca.crt"]
+
+
+def serve_args(model: EngramModel, policy: SnapshotPolicy | None, settings: at.BuildSettings) -> list[str]:
     """`engram serve`. ResourceError when engine.args sets a flag that a field owns."""
     engine = model.engine
     args = ["serve", "--model", _literal(model_path(model)), "--served-model-name", _literal(model.served_name)]
@@ -95,6 +111,7 @@ def serve_args(model: EngramModel, policy: SnapshotPolicy | None) -> list[str]:
     args += ["--drain-timeout", str(model.drain_timeout_seconds)]
     if model.api_keys_secret:
         args += ["--api-keys-dir", at.API_KEYS_PATH]
+    args += admin_args(settings)
     args += _snapshot_args(model, policy) if model.snapshots.enabled else ["--snapshots-disabled"]
     _refuse_owned(engine.args)
     return [*args, *engine.args]

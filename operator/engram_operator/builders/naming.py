@@ -15,6 +15,7 @@ APP = "engram-engine"
 MODEL_LABEL = "engram.dev/model"
 SERVED_NAME_ANNOTATION = "engram.dev/served-model-name"
 RENDERER_ANNOTATION = "engram.dev/renderer"
+ACTIVATOR = "engram-activator"
 
 
 def model_hash(served_name: str) -> str:
@@ -37,6 +38,11 @@ def service_account(model: EngramModel) -> str:
 def selector(model: EngramModel) -> dict[str, str]:
     """Labels that select a model's pods."""
     return {"app.kubernetes.io/name": APP, "app.kubernetes.io/instance": model.name}
+
+
+def activator_selector() -> dict[str, str]:
+    """Labels that select a namespace's activator: what a sleeping model's Service points at."""
+    return {"app.kubernetes.io/name": ACTIVATOR}
 
 
 def labels(model: EngramModel, component: str = "engine") -> dict[str, str]:

@@ -47,7 +47,7 @@ def container_security() -> dict[str, Any]:
 
 def pod_template(model: EngramModel, policy: SnapshotPolicy | None, settings: at.BuildSettings) -> dict[str, Any]:
     """metadata and spec of the pods, before podTemplate is applied."""
-    found = volumes.volumes(model, policy)
+    found = volumes.volumes(model, policy, settings)
     spec: dict[str, Any] = {
         "serviceAccountName": naming.service_account(model),
         "automountServiceAccountToken": False,
@@ -111,7 +111,7 @@ def _engine_container(
         "image": model.engine.image or settings.image,
         "imagePullPolicy": model.engine.image_pull_policy,
         "command": ["engram"],
-        "args": serve_args(model, policy),
+        "args": serve_args(model, policy, settings),
         "env": [*pod, *_env(defaults), *map(dict, model.engine.env)],
         "ports": [
             {"name": "http", "containerPort": at.HTTP_PORT, "protocol": "TCP"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 HTTP_PORT = 8000
 ADMIN_PORT = 8001
+ADMIN_AUDIENCE = "engram.dev"
 ENGINE = "engine"  # the container that podTemplate names
 MODEL_INIT = "model"
 
@@ -17,6 +18,7 @@ API_KEYS_PATH = "/etc/engram/api-keys"
 MODEL_CREDENTIALS_PATH = "/etc/engram/model-credentials"
 STORE_CREDENTIALS_PATH = "/etc/engram/store-credentials"
 STORE_CA_PATH = "/etc/engram/store-ca"
+CLUSTER_PATH = "/etc/engram/cluster"  # a pod's own token and the cluster's certificate: to read the key set
 SCRATCH_PATH = "/tmp"
 SHM_PATH = "/dev/shm"
 
@@ -29,9 +31,15 @@ RENDERER = "1"
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """The installation's choices. `local`: for processes on this machine, where file:// stores are allowed."""
+    """The installation's choices. `local`: for processes on this machine, where file:// stores are allowed.
+
+    `operator_account`: the operator's service account, in its namespace; engines take its tokens on their admin port.
+    None: there is no operator to answer, and the pods hold no token at all.
+    """
 
     image: str
     local: bool = False
     operator_namespace: str = "engram-system"
+    operator_account: str | None = None
+    issuer_url: str = "https://kubernetes.default.svc"
     image_pull_secrets: tuple[str, ...] = ()

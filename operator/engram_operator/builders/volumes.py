@@ -14,6 +14,7 @@ from engram_operator.resources.model import EngramModel
 from engram_operator.resources.policy import SnapshotPolicy
 
 SHM_SIZE = "8Gi"
+TOKEN_SECONDS = 3600  # the kubelet renews it in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Volume:
         return mount
 
 
-def volumes(model: EngramModel, policy: SnapshotPolicy | None) -> list[Volume]:
+def volumes(model: EngramModel, policy: SnapshotPolicy | None, settings: at.BuildSettings) -> list[Volume]:
     """Every volume of the model's pods, in a fixed order."""
     found = [Volume("scratch", at.SCRATCH_PATH, {"emptyDir": {}}, in_init=True)]
     if (cache := cache_volume(model)) is not None:
@@ -50,11 +51,26 @@ def volumes(model: EngramModel, policy: SnapshotPolicy | None) -> list[Volume]:
         found.append(_secret("model-credentials", at.MODEL_CREDENTIALS_PATH, model.credentials_secret, init_only=True))
     if model.api_keys_secret:
         found.append(_secret("api-keys", at.API_KEYS_PATH, model.api_keys_secret))
+    if settings.operator_account is not None:
+        found.append(cluster_identity())
     if model.snapshots.enabled:
         found += _snapshot_volumes(policy)
     if model.accelerator.count > 1:  # NCCL between the ranks; 64 MiB, the default, is too small
         found.append(Volume("shm", at.SHM_PATH, {"emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE}}))
     return found
+
+
+def cluster_identity() -> Volume:
+    """The pod's own token, which may do nothing but what every account may: read the keys that tokens are signed with.
+
+    A volume and not the mounted default, so that it is one file for one purpose and short-lived.
+    """
+    sources: list[dict[str, Any]] = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_SECONDS}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+    ]
+    source = {"projected": {"defaultMode": 0o440, "sources": sources}}
+    return Volume("cluster", at.CLUSTER_PATH, source, read_only=True)
 
 
 def cache_volume(model: EngramModel) -> Volume | None:

@@ -109,6 +109,8 @@ def network_policy(model: EngramModel, settings: at.BuildSettings) -> dict[str, 
     Who is named may also read metrics where they are wanted; the rest of the admin port asks for an admin's token.
     """
     sources: list[dict[str, Any]] = [dict(entry) for entry in model.network_policy.sources] or [{"podSelector": {}}]
+    if model.idle_seconds is not None:  # it hands over what it held
+        sources.append({"podSelector": {"matchLabels": naming.activator_selector()}})
     wanted = ("http", "admin") if model.monitoring.enabled else ("http",)
     operator = {"kubernetes.io/metadata.name": settings.operator_namespace}
     return {

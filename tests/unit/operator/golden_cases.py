@@ -8,13 +8,19 @@ from typing import Any
 
 import yaml
 
-from engram_operator.builders import BuildSettings, desired
+from engram_operator.builders import BuildSettings, activator, desired
 from engram_operator.resources import load_files
 from tests.unit.operator.documents import SCHEMAS, model, policy
 
 FOLDER = Path(__file__).with_name("golden")
 CLUSTER = BuildSettings(image="engram-runtime:0.1.0")
 LOCAL = BuildSettings(image="engram-runtime:0.1.0", local=True)
+INSTALLED = BuildSettings(
+    image="engram-runtime:0.1.0",
+    operator_namespace="engram",
+    operator_account="engram-operator",
+    image_pull_secrets=("pull",),
+)
 
 
 def smallest() -> list[dict[str, Any]]:
@@ -45,6 +51,7 @@ def everything() -> list[dict[str, Any]]:
         name="granite",
         model={"revision": "0" * 40, "name": "IBM/Granite 4 small", "credentialsSecretRef": {"name": "hf-token"}},
         replicas=3,
+        scaleToZero={"idleSeconds": 600},
         engine={
             "image": "example.com/engram/runtime:test",
             "imagePullPolicy": "Always",
@@ -104,12 +111,16 @@ def everything() -> list[dict[str, Any]]:
         triggers={"turnEnd": False, "idleSeconds": 0, "drain": False, "minIntervalSeconds": 5},
         retention={"keepLast": 3, "maxAge": "12h", "maxConversations": 1000, "maxTotalSize": "500Gi"},
     )
-    settings = BuildSettings(image="unused", operator_namespace="engram", image_pull_secrets=("pull",))
-    return desired(chosen, kept, settings)
+    return desired(chosen, kept, INSTALLED)
+
+
+def activated() -> list[dict[str, Any]]:
+    """The activator of a namespace with two models that may sleep."""
+    return activator("team", [("mixtral", "u-2"), ("granite", "u-1")], INSTALLED)
 
 
 CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    case.__name__: case for case in (smallest, quickstart, shared_claims, everything)
+    case.__name__: case for case in (smallest, quickstart, shared_claims, everything, activated)
 }
 
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram_operator.builders import BuildSettings, desired, model_hash, selector
+from engram_operator.builders import BuildSettings, activator, desired, model_hash, selector
 from engram_operator.builders.commands import OWNED_FLAGS
 from engram_operator.errors import ResourceError
 from engram_operator.resources import parse_quantity
@@ -237,7 +237,9 @@ def test_engine_args_may_not_set_what_a_field_sets() -> None:
 
 def test_every_flag_that_is_emitted_is_refused_in_engine_args() -> None:
     for case in CASES.values():
-        (found,) = [item for item in case() if item["kind"] == "StatefulSet"]
+        found = next((item for item in case() if item["kind"] == "StatefulSet"), None)
+        if found is None:
+            continue
         extra = {"--max-num-batched-tokens"}  # the golden case's own engine.args
         flags = {arg for arg in found["spec"]["template"]["spec"]["containers"][0]["args"] if arg.startswith("--")}
         assert flags - extra <= set(OWNED_FLAGS)
@@ -246,3 +248,41 @@ def test_every_flag_that_is_emitted_is_refused_in_engine_args() -> None:
 def test_text_from_users_is_not_expanded_by_the_kubelet() -> None:
     args = engine(model={"name": "$(HOME) and $$"})["args"]
     assert args[args.index("--served-model-name") + 1] == "$$(HOME) and $$"
+
+
+def test_engines_take_tokens_of_the_operators_account_and_of_no_other() -> None:
+    settings = BuildSettings(image="x", operator_namespace="ops", operator_account="boss", issuer_url="https://issuer")
+    objects = desired(model(), None, settings)
+    pod = next(o for o in objects if o["kind"] == "StatefulSet")["spec"]["template"]["spec"]
+    args = pod["containers"][0]["args"]
+    assert args[args.index("--admin-subject") + 1] == "system:serviceaccount:ops:boss"
+    assert args[args.index("--admin-issuer-url") + 1] == "https://issuer"
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "cluster"]
+    token = volume["projected"]["sources"][0]["serviceAccountToken"]
+    assert "audience" not in token, "it is for the API server, not for other engines"
+    mounts = [mount for c in (*pod["initContainers"], *pod["containers"]) for mount in c["volumeMounts"]]
+    assert [mount["mountPath"] for mount in mounts].count("/etc/engram/cluster") == 1, "not in the init container"
+    assert not any(arg.startswith("--admin-a") for arg in engine()["args"]), "no operator: no token in the pod"
+
+
+def test_the_activator_is_as_restricted_as_an_engine_and_owned_by_every_sleeper() -> None:
+    account, deployment = activator("ns", [("b", "2"), ("a", "1")], SETTINGS)
+    pod = deployment["spec"]["template"]["spec"]
+    restricted(pod["containers"][0])
+    assert pod["automountServiceAccountToken"] is False
+    for item in (account, deployment):
+        owners = item["metadata"]["ownerReferences"]
+        assert [owner["uid"] for owner in owners] == ["1", "2"]
+        assert not any("controller" in owner for owner in owners), "a Deployment may have one controller at most"
+
+
+def test_a_model_that_may_sleep_lets_the_activator_through_its_network_policy() -> None:
+    def sources(**spec: Any) -> list[Any]:
+        closed = {"enabled": True, "from": [{"namespaceSelector": {}}]}
+        objects = desired(model(networkPolicy=closed, **spec), None, SETTINGS)
+        found: list[Any] = next(o for o in objects if o["kind"] == "NetworkPolicy")["spec"]["ingress"][0]["from"]
+        return found
+
+    waker = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "engram-activator"}}}
+    assert waker not in sources()
+    assert waker in sources(scaleToZero={})

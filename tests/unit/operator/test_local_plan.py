@@ -135,6 +135,8 @@ def test_every_cluster_feature_at_once_names_each(machine: Machine) -> None:
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
         'Secret "hf-token" is missing',
         'Secret "api-keys" is missing',
+        "pod field spec.volumes[cluster].projected.sources[0].serviceAccountToken cannot be mapped to a local process",
+        "pod field spec.volumes[cluster].projected.sources[1].configMap cannot be mapped to a local process",
         'Secret "our-key" is missing',
         'Secret "engram-s3" is missing',
         "pod field spec.volumes[store-ca].configMap cannot be mapped to a local process",
