@@ -1,0 +1,62 @@
+"""Answers of the API server that are not a success, as exceptions that callers tell apart by class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class KubeError(Exception):
+    """The API server refused. `status` is the HTTP code, 0 when no answer came."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        self.status = status
+        self.reason = reason
+        self.message = message
+        super().__init__(f"{status} {reason}: {message}")
+
+    @staticmethod
+    def of(status: int, payload: Mapping[str, Any] | None) -> KubeError:
+        """The exception for an HTTP status and its `Status` object, when there is one."""
+        payload = payload or {}
+        reason = str(payload.get("reason") or "Unknown")
+        message = str(payload.get("message") or f"the API server answered {status}")
+        if status in _CLASSES:
+            return _CLASSES[status](status, reason, message)
+        return (Unavailable if status >= 500 else KubeError)(status, reason, message)
+
+
+class NotFound(KubeError):
+    """No such object, or no such API."""
+
+
+class Conflict(KubeError):
+    """Changed by another, or made by another, or not the object that the uid named."""
+
+
+class Invalid(KubeError):
+    """The object itself is wrong; trying again cannot help."""
+
+
+class Forbidden(KubeError):
+    """The account lacks the right, or an admission plugin said no, or the namespace takes nothing any more."""
+
+
+class Expired(KubeError):
+    """The place in a list or watch is too old; begin again."""
+
+
+class Unavailable(KubeError):
+    """No answer, or none that says anything about the object; trying later may help."""
+
+
+_CLASSES: dict[int, type[KubeError]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Expired,
+    422: Invalid,
+    429: Unavailable,
+}
