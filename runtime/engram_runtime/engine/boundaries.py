@@ -2,8 +2,8 @@
 
 Every captured boundary is findable in the GPU prefix index at once. Durable is one snapshot a turn: `turn_end` waits a
 moment, so that `next_history` (the same turn as the next request will render it) can take its place under the same
-snapshot id. `user_start` is saved besides only where nothing durable lies near it. With n > 1 no sequence is the
-turn's answer, so only `history` is kept.
+snapshot id. The state at `user_start` goes into that snapshot too, where nothing durable lies near it. With n > 1 no
+sequence is the turn's answer, so only `history` is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from engram_runtime.snapshots.policy.ids import new_id
 from engram_runtime.snapshots.types import Capture, Snapshots
 
 COVER_SLACK = 32
-"""A durable boundary this close below user_start makes a second one pointless: computing so little costs nothing."""
+"""A durable boundary (or the beginning) this close below user_start makes a second state pointless: computing so little
+costs nothing."""
 GRACE_WITH_WARM = 10.0
 """While next_history is on its way turn_end waits up to this many times the grace."""
 CROWDED_SHARE = 0.25
@@ -47,7 +48,7 @@ class _Held:
     """A turn_end that waits for its next_history."""
 
     capture: Capture
-    lease: Lease
+    leases: tuple[Lease, ...]
     deadline: float
     last_deadline: float
 
@@ -131,17 +132,26 @@ class Boundaries:
     def _save_passed(
         self, request: Request, sequence: Sequence, kind: str, position: int, slot: int | None
     ) -> str | None:
-        only_history = kind == "history" and request.params.n > 1
-        # Dense models need no snapshot of their own there: KV can be cut, the turn's snapshot is anchored at it.
-        lone_start = kind == "user_start" and self._cache.has_state and not self._is_covered(sequence, position)
-        if not (only_history or lone_start):
+        if kind != "history" or request.params.n == 1:
             return None
         capture = self._capture(request, sequence, kind, position, slot, new_id())
-        return None if capture is None else self._hand_over(*capture)
+        return None if capture is None else self._hand_over(capture[0])
+
+    def _start_slot(self, request: Request, sequence: Sequence, kind: str, position: int) -> int | None:
+        """The slot of the state at user_start that is to be saved with a boundary of this turn; None where there is
+        no need (dense models: KV can be cut anywhere), or it was evicted."""
+        start = dict(request.boundaries).get("user_start")
+        wanted = kind in ("history", "turn_end") and "user_start" in request.captured
+        if not wanted or start is None or start >= position or self._is_covered(sequence, start):
+            return None
+        found = self._cache.match(request.tenant, sequence.token_ids(0, start), start)
+        return found.state if found.position == start else None
 
     def _is_covered(self, sequence: Sequence, position: int) -> bool:
         marks = sequence.match.marks if sequence.match is not None else ()
-        return any(place > position - COVER_SLACK for place, mark in marks if mark.snapshot_id is not None)
+        return position < COVER_SLACK or any(
+            place > position - COVER_SLACK for place, mark in marks if mark.snapshot_id is not None
+        )
 
     def share(self, sequence: Sequence, position: int, slot: int | None) -> None:
         """Make a prompt findable for the sibling sequences that wait for it."""
@@ -167,7 +177,7 @@ class Boundaries:
         self._record(request, sequence, "turn_end", position, slot, snapshot if made is not None else None)
         self._remember(request.tenant, identity, snapshot if made is not None else None)
         if made is not None and self._is_crowded():
-            self._hand_over(*made)
+            self._hand_over(made[0])
         elif made is not None:
             now = self._clock()
             key = (request.tenant, identity.conversation_id, identity.branch_name, identity.turn_number)
@@ -191,17 +201,21 @@ class Boundaries:
         snapshot = held.capture.snapshot_id if held is not None else new_id()
         made = self._capture(request, sequence, kind, sequence.computed, slot, snapshot)
         if made is not None and held is not None:
-            capture, lease = made
+            capture, leases = made
             capture.parent_id = held.capture.parent_id
             capture.user_start = held.capture.user_start
             capture.messages = capture.messages or held.capture.messages
+            if held.capture.start_slot is not None:
+                leases = (*leases, self._cache.lease((), held.capture.start_slot))
+                capture.start_slot, capture.release = held.capture.start_slot, self._releasing(leases)
             del self._held[key]
-            held.lease.release()
+            for lease in held.leases:
+                lease.release()
             self.saves_superseded += 1
-            made = capture, lease
+            made = capture, leases
         self._record(request, sequence, kind, sequence.computed, slot, snapshot if made is not None else None)
         if made is not None:
-            self._hand_over(*made)
+            self._hand_over(made[0])
             self._remember(request.tenant, identity, snapshot)
 
     def _record(
@@ -237,14 +251,17 @@ class Boundaries:
 
     def _capture(
         self, request: Request, sequence: Sequence, kind: str, position: int, slot: int | None, snapshot: str
-    ) -> tuple[Capture, Lease] | None:
-        """A capture with its lease; None when this turn is not to be saved, or cannot be."""
+    ) -> tuple[Capture, tuple[Lease, ...]] | None:
+        """A capture with its leases; None when this turn is not to be saved, or cannot be."""
         turn = request.turn
         if self._snapshots is None or turn is None or not turn.save or (self._cache.has_state and slot is None):
             return None
         identity = self.identify(request)
         blocks = sequence.block_ids[: self._cache.blocks_for(position)]
-        lease = self._cache.lease(blocks, slot)
+        leases: tuple[Lease, ...] = (self._cache.lease(blocks, slot),)
+        start_slot = self._start_slot(request, sequence, kind, position) if self._cache.has_state else None
+        if start_slot is not None:
+            leases = (*leases, self._cache.lease((), start_slot))
         start = turn.boundaries.get("user_start")
         capture = Capture(
             tenant=turn.tenant,
@@ -259,8 +276,9 @@ class Boundaries:
             position=position,
             block_ids=tuple(blocks),
             state_slot=slot,
-            release=lambda: self._post_release(lease),
+            release=self._releasing(leases),
             user_start=start if start is not None and 0 < start < position else None,
+            start_slot=start_slot,
             messages=turn.messages,
             tokenizer_digest=turn.tokenizer_digest,
             template_digest=turn.template_digest,
@@ -269,9 +287,16 @@ class Boundaries:
             ttl_seconds=turn.ttl_seconds,
             durable=turn.durable,
         )
-        return capture, lease
+        return capture, leases
 
-    def _hand_over(self, capture: Capture, lease: Lease) -> str:
+    def _releasing(self, leases: tuple[Lease, ...]) -> Callable[[], None]:
+        def release() -> None:
+            for lease in leases:
+                self._post_release(lease)
+
+        return release
+
+    def _hand_over(self, capture: Capture) -> str:
         if self._snapshots is None:
             raise RuntimeError("a capture was made without a snapshot service")
         self.saves_requested += 1
@@ -313,7 +338,7 @@ class Boundaries:
         for name, held in list(self._held.items()):
             if (key is None or name == key) and (not due_only or held.deadline <= now):
                 del self._held[name]
-                self._hand_over(held.capture, held.lease)
+                self._hand_over(held.capture)
 
     def next_deadline(self) -> float | None:
         """When a held capture is due, on the engine's clock."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engram_runtime.snapshots.policy.identity import SEGMENT_TOKENS, TokenChain, common_prefix
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef
-from engram_runtime.snapshots.policy.records import Label
+from engram_runtime.snapshots.policy.records import Label, effective_expiry
 
 FINE_GRID = 16  # inside the first segment, so that short chats are found too
 MAX_BUCKET = 64
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def expires(self) -> float | None:
-        return self.manifest.expires if self.label is None or self.label.expires is None else self.label.expires
+        return effective_expiry(self.manifest.expires, self.label)
 
     def expired(self, now: float) -> bool:
         expires = self.expires
@@ -91,6 +91,8 @@ class Catalogue:
                     self._pieces[record.space, piece.start, piece.chain] = piece
             names = [chain.key(position) for position in _grid(record.manifest.forwarded)]
             names.append(record.manifest.chain)
+            if record.manifest.start_position is not None:
+                names.append(chain.key(record.manifest.start_position))
             self._keys[key] = names
             for name in names:
                 bucket = self._buckets.setdefault((record.space, name), OrderedDict())
@@ -157,8 +159,9 @@ class Catalogue:
     ) -> list[tuple[Record, int]]:
         """(record, usable position), longest first: records that share a prefix of at most `limit` tokens with `chain`.
 
-        With `exact` only all of a record is of use (a recurrent state cannot step back). Looks at the grid and at
-        `positions` (where anchors may be) from the longest to the shortest, and stops when nothing longer can follow.
+        With `exact` a record is of use only where it has a state (a recurrent one cannot step back). Looks at the grid
+        and at `positions` (where anchors may be) from the longest to the shortest, and stops when nothing longer can
+        follow.
         """
         grid = set(_grid(limit)) | {p for p in positions if 0 < p <= limit}
         seen: set[str] = set()
@@ -215,7 +218,8 @@ def usable_prefix(record: Record, tokens: array[int], limit: int, *, exact: bool
     """How many leading tokens of `tokens` (at most `limit`) the record restores; 0 when none."""
     common = common_prefix(record.tokens, tokens)
     if exact:
-        return record.manifest.forwarded if record.manifest.forwarded <= min(common, limit) else 0
+        places = (record.manifest.forwarded, record.manifest.start_position or 0)
+        return next((place for place in places if place <= min(common, limit)), 0)
     return min(common, limit)
 
 

@@ -11,11 +11,11 @@ from engram_runtime.errors import SnapshotError
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.commit import Draft
 from engram_runtime.snapshots.io import files
-from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.io.host_tier import START_STATE, STATE, ItemKey
 from engram_runtime.snapshots.policy import delta
 from engram_runtime.snapshots.policy.identity import TokenChain, common_prefix
 from engram_runtime.snapshots.policy.keys import Space
-from engram_runtime.snapshots.policy.manifest import MAX_PENDING, AnchorRef, Manifest, PieceRef
+from engram_runtime.snapshots.policy.manifest import MAX_PENDING, START, AnchorRef, Manifest, PieceRef
 from engram_runtime.snapshots.shared import Shared
 from engram_runtime.snapshots.types import Capture
 
@@ -24,6 +24,7 @@ from engram_runtime.snapshots.types import Capture
 class Gathered:
     draft: Draft
     state: Mapping[str, Tensor]
+    start: Mapping[str, Tensor] | None  # the state at user_start
     bytes_new: int
 
 
@@ -42,16 +43,23 @@ def gather(shared: Shared, capture: Capture, space: Space, chain: TokenChain) ->
         packed = shared.transfer.read_kv(capture.block_ids, start, end - start)
         pieces.append((start, end, packed if packed.is_contiguous() else packed.contiguous()))
     state: Mapping[str, Tensor] = {}
+    at_start: Mapping[str, Tensor] | None = None
     if shared.layout.states:
         if capture.state_slot is None:
             raise ValueError("state_slot must be given for a model with recurrent state")
-        state = {name: tensor.contiguous() for name, tensor in shared.transfer.read_state(capture.state_slot).items()}
+        state = _state(shared, capture.state_slot)
+        if capture.start_slot is not None and _start(capture) is not None:
+            at_start = _state(shared, capture.start_slot)
     kv = files.build_kv_file(chain, shared.layout, pieces) if pieces else None
-    content = files.describe_snapshot(chain, capture.position, capture.messages, state, shared.layout)
+    content = files.describe_snapshot(chain, capture.position, capture.messages, state, shared.layout, at_start)
     reused = plan.reused if shared.layout.kv_layers else ()
     manifest = _manifest(shared, capture, chain, (*reused, *(kv.refs if kv is not None else ())), content, parent)
     new = content.nbytes + (kv.image.nbytes if kv is not None else 0)
-    return Gathered(Draft(space, chain, manifest, content, kv), state, new)
+    return Gathered(Draft(space, chain, manifest, content, kv), state, at_start, new)
+
+
+def _state(shared: Shared, slot: int) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in shared.transfer.read_state(slot).items()}
 
 
 def keep_on_host(shared: Shared, gathered: Gathered) -> bool:
@@ -63,6 +71,8 @@ def keep_on_host(shared: Shared, gathered: Gathered) -> bool:
             kept &= shared.host.put(ItemKey(draft.space, ref.file, ref.tensor), {"kv": packed})
     if gathered.state:
         kept &= shared.host.put(ItemKey(draft.space, draft.manifest.snapshot_id, STATE), gathered.state)
+    if gathered.start is not None:
+        kept &= shared.host.put(ItemKey(draft.space, draft.manifest.snapshot_id, START_STATE), gathered.start)
     return kept
 
 
@@ -71,18 +81,26 @@ def redraft(shared: Shared, record: Record) -> Draft:
     messages are nowhere any more."""
     chain = shared.chain(record.tenant, record.tokens)
     state: Mapping[str, Tensor] | None = {}
+    start: Mapping[str, Tensor] | None = None
     if shared.layout.states:
         state = shared.host.get(ItemKey(record.space, record.snapshot_id, STATE))
+    has_start = record.manifest.start_position is not None
+    if has_start:
+        start = shared.host.get(ItemKey(record.space, record.snapshot_id, START_STATE))
     messages = record.messages
-    if state is None or (messages is None and record.manifest.tensor("messages") is not None):
-        state, messages = _read_content(shared, record)
-    content = files.describe_snapshot(chain, record.manifest.forwarded, messages, state, shared.layout)
+    lacks_messages = messages is None and record.manifest.tensor("messages") is not None
+    if state is None or (has_start and start is None) or lacks_messages:
+        state, start, messages = _read_content(shared, record)
+    content = files.describe_snapshot(chain, record.manifest.forwarded, messages, state, shared.layout, start)
     if content.refs != record.manifest.tensors:
         raise SnapshotError("the snapshot's tensors are not the ones that its manifest describes")
     return Draft(record.space, chain, record.manifest, content, None)
 
 
-def _read_content(shared: Shared, record: Record) -> tuple[Mapping[str, Tensor], bytes | None]:
+def _read_content(
+    shared: Shared, record: Record
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor] | None, bytes | None]:
+    """The state, the one at user_start, the messages."""
     trouble = SnapshotError("the snapshot's state was evicted from the host tier before it was made durable")
     for tier in shared.tiers:
         if tier.name not in record.tiers:
@@ -91,7 +109,9 @@ def _read_content(shared: Shared, record: Record) -> tuple[Mapping[str, Tensor],
             opened = shared.open(tier, record.space, record.snapshot_id)
             with tier.reading():
                 state = tier.repository.read_state(opened) if shared.layout.states else {}
-                return state, tier.repository.read_messages(opened)
+                has_start = record.manifest.start_position is not None
+                start = tier.repository.read_state(opened, START) if has_start else None
+                return state, start, tier.repository.read_messages(opened)
         except SnapshotError as error:
             trouble = error
     raise trouble
@@ -140,8 +160,9 @@ def _manifest(
 ) -> Manifest:
     now = shared.clock()
     positions = [capture.position]
-    if capture.user_start is not None and 0 < capture.user_start < capture.position and not shared.layout.states:
-        positions.insert(0, capture.user_start)
+    start = _start(capture)
+    if start is not None and (not shared.layout.states or capture.start_slot is not None):
+        positions.insert(0, start)
     return Manifest(
         snapshot_id=capture.snapshot_id,
         parent_id=capture.parent_id if parent is None else parent.snapshot_id,
@@ -163,6 +184,12 @@ def _manifest(
         pinned=capture.pin,
         tag=capture.tag,
     )
+
+
+def _start(capture: Capture) -> int | None:
+    """user_start, where it lies inside."""
+    start = capture.user_start
+    return start if start is not None and 0 < start < capture.position else None
 
 
 def _branch(capture: Capture, parent: Record | None) -> str:

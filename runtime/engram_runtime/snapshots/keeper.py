@@ -11,7 +11,7 @@ from engram_runtime.errors import Deleted, NotFound, SnapshotError
 from engram_runtime.snapshots import commit
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.events import EventLog
-from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.io.host_tier import START_STATE, STATE, ItemKey
 from engram_runtime.snapshots.io.store import StoreUnavailable
 from engram_runtime.snapshots.policy import ids, keys
 from engram_runtime.snapshots.policy.boundaries import rank
@@ -54,7 +54,7 @@ class Keeper:
         """NotFound unless it is there, this tenant's, not deleted by anyone, and not expired."""
         ids.check_snapshot_id(snapshot_id)
         record = self._shared.load(self.space(tenant), snapshot_id, tenant)
-        if record.expired(self._shared.clock()) or not self.confirmed(record):
+        if (record.expired(self._shared.clock()) and not self._extended(record)) or not self.confirmed(record):
             raise Deleted(f"snapshot {snapshot_id} does not exist")
         return record
 
@@ -99,6 +99,15 @@ class Keeper:
             return heads
         first = self._shared.catalogue.get(space, newest[0])
         return [newest[0], *heads] if first is not None and not first.tiers else heads
+
+    def _extended(self, record: Record) -> bool:
+        """Whether another replica has pinned it, or put its expiry off, since it was read here."""
+        authority = self._shared.authority
+        if authority is None or authority.name not in record.tiers:
+            return False
+        with suppress(SnapshotError), authority.reading():
+            record.label = authority.repository.read_label(record.space, record.snapshot_id)
+        return not record.expired(self._shared.clock())
 
     def confirmed(self, record: Record) -> bool:
         """Another replica may have deleted it: the authority is asked, and believed when it answers."""
@@ -234,11 +243,16 @@ class Keeper:
     def relabel(self, record: Record, *, tag: str | None, pin: bool | None, ttl_seconds: int | None) -> None:
         if tag is None and pin is None and ttl_seconds is None:
             return
+        known = record.label or Label()
         label = Label(
             record.pinned if pin is None else pin,
             record.tag if tag is None else tag,
-            record.expires if ttl_seconds is None else self._shared.clock() + ttl_seconds,
+            known.expires if ttl_seconds is None else self._shared.clock() + ttl_seconds,
         )
+        self.label(record, label)
+
+    def label(self, record: Record, label: Label) -> None:
+        """SnapshotError when a tier that has the snapshot cannot be told."""
         for tier in self._shared.tiers:
             if tier.name in record.tiers:
                 with tier.writing():
@@ -256,10 +270,10 @@ class Keeper:
             self._undone[record.space, record.snapshot_id] = (record, event_id)
         self._finish_deletion(record, event_id)
 
-    def retry_deletion(self, tenant: str, snapshot_id: str) -> bool:
+    def retry_deletion(self, space: Space, snapshot_id: str) -> bool:
         """True when the snapshot was deleted here before and every tier knows it now; False when it never was."""
         with self._lock:
-            undone = self._undone.get((self._shared.space(tenant), snapshot_id))
+            undone = self._undone.get((space, snapshot_id))
         if undone is None:
             return False
         self._finish_deletion(*undone)
@@ -302,7 +316,7 @@ class Keeper:
     def learn_gone(self, space: Space, snapshot_id: str) -> None:
         """Deleted, by whomever: forget it, keep it from coming back, free its state."""
         record = self._shared.catalogue.mark_gone(space, snapshot_id)
-        self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
+        self._free_states(space, snapshot_id)
         for ref in () if record is None else record.manifest.pieces:
             if self._shared.catalogue.piece(space, ref.start, ref.chain) is None:
                 self._shared.host.remove(ItemKey(space, ref.file, ref.tensor))
@@ -316,7 +330,11 @@ class Keeper:
         """A sweep took it from one tier; the others follow their own copy of the rules."""
         record = self._shared.catalogue.remove(space, snapshot_id)
         if record is not None:
-            self._shared.host.remove(ItemKey(space, snapshot_id, STATE))
+            self._free_states(space, snapshot_id)
+
+    def _free_states(self, space: Space, snapshot_id: str) -> None:
+        for tensor in (STATE, START_STATE):
+            self._shared.host.remove(ItemKey(space, snapshot_id, tensor))
 
     def used(self, record: Record) -> None:
         """After a restore: renew the snapshot's age."""

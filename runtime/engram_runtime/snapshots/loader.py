@@ -19,9 +19,9 @@ from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.flight import SingleFlight
 from engram_runtime.snapshots.io import digest, tensors
-from engram_runtime.snapshots.io.host_tier import STATE, ItemKey
+from engram_runtime.snapshots.io.host_tier import START_STATE, STATE, ItemKey
 from engram_runtime.snapshots.io.store import StoreUnavailable
-from engram_runtime.snapshots.policy.manifest import PieceRef
+from engram_runtime.snapshots.policy.manifest import START, PieceRef
 from engram_runtime.snapshots.shared import Shared
 from engram_runtime.snapshots.tiers import Tier
 
@@ -55,13 +55,13 @@ class Loader:
     def pool(self) -> ThreadPoolExecutor:
         return self._pool
 
-    def estimate(self, record: Record, pieces: tuple[PieceRef, ...]) -> float:
+    def estimate(self, record: Record, pieces: tuple[PieceRef, ...], position: int) -> float:
         """Seconds that load() would take, by measured speeds."""
         needs = dict.fromkeys(TIER_ORDER, 0)
         for ref in pieces:
             needs[self._nearest(record, ItemKey(record.space, ref.file, ref.tensor))] += ref.nbytes
         if self._shared.layout.states:
-            key = ItemKey(record.space, record.snapshot_id, STATE)
+            key = state_key(record, position)
             needs[self._nearest(record, key)] += self._shared.layout.state_bytes
         speeds = {"host": self._shared.host_speed, **{tier.name: tier.speed for tier in self._shared.tiers}}
         return sum(speeds[tier].estimate(nbytes) for tier, nbytes in needs.items() if nbytes and tier in speeds)
@@ -71,13 +71,14 @@ class Loader:
         for speed in (self._shared.host_speed, *(tier.speed for tier in self._shared.tiers)):
             speed.relax()
 
-    def load(self, record: Record, pieces: tuple[PieceRef, ...], deadline: float) -> Loaded:
-        """All or nothing. SnapshotError with the reason; TimeoutError when `deadline` (monotonic) passes."""
+    def load(self, record: Record, pieces: tuple[PieceRef, ...], position: int, deadline: float) -> Loaded:
+        """All or nothing, with the state at `position`. SnapshotError with the reason; TimeoutError when `deadline`
+        (monotonic) passes."""
         work: list[tuple[PieceRef | None, Future[tuple[Value, str]]]] = []
         for ref in pieces:
             work.append((ref, self._pool.submit(self._piece, record, ref)))
         if self._shared.layout.states:
-            work.append((None, self._pool.submit(self._state, record)))
+            work.append((None, self._pool.submit(self._state, record, position)))
         found: dict[PieceRef, Tensor] = {}
         state: dict[str, Tensor] | None = None
         slowest, nbytes = "host", 0
@@ -126,16 +127,20 @@ class Loader:
 
         return self._flights.run((key, "piece"), lambda: self._from_tiers(key, what, ref.nbytes, verify, read, damaged))
 
-    def _state(self, record: Record) -> tuple[Value, str]:
-        key = ItemKey(record.space, record.snapshot_id, STATE)
+    def _state(self, record: Record, position: int) -> tuple[Value, str]:
+        key = state_key(record, position)
         shared = self._shared
+        prefix = START if key.tensor == START_STATE else ""
 
         def verify(value: Value) -> None:
-            for ref in record.manifest.state_tensors:
-                digest.check(tensors.view_bytes(value[ref.name]), ref.digest, f"state {ref.name} on the host tier")
+            for name in shared.layout.states:
+                ref = record.manifest.tensor(prefix + name)
+                if ref is None:
+                    raise SnapshotError(f"state {prefix}{name} is not in the manifest")
+                digest.check(tensors.view_bytes(value[name]), ref.digest, f"state {ref.name} on the host tier")
 
         def read(tier: Tier) -> Value:
-            return tier.repository.read_state(tier.repository.open_snapshot(record.space, record.snapshot_id))
+            return tier.repository.read_state(tier.repository.open_snapshot(record.space, record.snapshot_id), prefix)
 
         def damaged(tier: Tier) -> None:
             if tier is not self._shared.authority:
@@ -193,3 +198,9 @@ class Loader:
             shared.host.put(key, value)
             return value, tier.name
         raise SnapshotError("; ".join(reasons) or f"{what} was evicted from the host tier")
+
+
+def state_key(record: Record, position: int) -> ItemKey:
+    """Of the record's state at `position`: its own end, or user_start."""
+    at_start = position == record.manifest.start_position
+    return ItemKey(record.space, record.snapshot_id, START_STATE if at_start else STATE)

@@ -275,7 +275,7 @@ class Restorer:
                 self._remark(search, "the restore deadline passed")
                 return None
             tokens = position - search.query.min_position
-            estimate = self._loader.estimate(record, self._pieces(search, record, position))
+            estimate = self._loader.estimate(record, self._pieces(search, record, position), position)
             refusal = cost.refusal(estimate, tokens, search.query.prefill_tokens_per_second)
             if refusal is not None:
                 self._loader.relax()
@@ -298,7 +298,7 @@ class Restorer:
 
     def _fetch(self, search: _Search, record: Record, position: int) -> Fetched:
         pieces = self._pieces(search, record, position)
-        loaded = self._loader.load(record, pieces, search.deadline)
+        loaded = self._loader.load(record, pieces, position, search.deadline)
         kv: list[tuple[int, Tensor]] = []
         for ref in pieces:
             start, end = max(ref.start, search.query.kv_from), min(ref.end, position)
@@ -315,6 +315,7 @@ class Restorer:
             conversation_id=manifest.conversation_id,
             branch_name=manifest.branch_name,
             turn_number=manifest.turn_number,
-            boundary=manifest.boundary,
+            # What is left of a turn that was cut is no end of it: who goes on from there is not its next turn.
+            boundary=manifest.boundary if position == manifest.forwarded else "user_start",
             note="; ".join(search.reasons) if search.failed else "",
         )

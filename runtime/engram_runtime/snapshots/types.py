@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
+from engram_runtime.snapshots.views import SnapshotOverview
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +107,7 @@ class Fetched:
     conversation_id: str
     branch_name: str
     turn_number: int
-    boundary: str
+    boundary: str  # the snapshot's; "user_start" where only what lies before its end was used
     note: str = ""  # what was tried before and could not be used
 
 
@@ -147,7 +148,8 @@ class Capture:
     block_ids: Sequence[int]
     state_slot: int | None  # checkpoint slot whose state is exact at `position`
     release: Callable[[], None]
-    user_start: int | None = None  # where the last user message begins: pieces are cut and (dense) anchored there
+    user_start: int | None = None  # where the last user message begins: pieces are cut and anchored there
+    start_slot: int | None = None  # checkpoint slot whose state is exact at `user_start`, to be kept besides
     messages: bytes | None = None
     tokenizer_digest: str = ""
     template_digest: str = ""
@@ -324,6 +326,10 @@ class Snapshots(Protocol):
     Calls that name a snapshot raise errors.NotFound for an unknown, deleted, expired or foreign one, and ValueError
     (field first) for an id that is not one. find() and save() never raise for trouble in a tier.
     """
+
+    @property
+    def overview(self) -> SnapshotOverview:
+        """All tenants at once, for the administrator's port."""
 
     def find(self, query: RestoreQuery) -> Fetched | Miss:
         """Blocking; call it on a worker thread."""

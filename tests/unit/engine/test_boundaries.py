@@ -14,6 +14,7 @@ from tests.unit.engine.fakes import oracle
 
 Make = Callable[..., Bench]
 SYSTEM = [90] * 21
+LONG_SYSTEM = [91] * 53
 GRACE = 0.3
 
 
@@ -140,23 +141,39 @@ def test_the_next_turn_computes_only_its_new_tokens(bench: Make, states: int) ->
     assert output.token_ids == oracle(tokens[: -len(output.token_ids)], 6)
 
 
-def test_user_start_is_durable_only_where_nothing_durable_is_near(bench: Make) -> None:
+def starts(one: Bench) -> list[bool]:
+    """Of each save: is the state at user_start kept with it?"""
+    assert one.snapshots is not None
+    return [capture.start_slot is not None for capture in one.snapshots.saved]
+
+
+def test_the_state_at_user_start_is_kept_only_where_nothing_durable_is_near(bench: Make) -> None:
     one = bench(states=16, snapshots=True)
-    output, tokens = run_turn(one, SYSTEM, [1, 2, 3])
+    output, tokens = run_turn(one, LONG_SYSTEM, [1, 2, 3])
     warm(one, [*tokens, 93], report_of(output))
-    assert kinds(one) == ["user_start", "next_history"]
+    assert (kinds(one), starts(one)) == (["next_history"], [True])
     output, tokens = run_turn(one, [*tokens, 93], [4, 5])
     warm(one, [*tokens, 93], report_of(output))
-    assert kinds(one) == ["user_start", "next_history", "next_history"]
+    assert (kinds(one), starts(one)) == (["next_history"] * 2, [True, False])
+    one.engine.check_integrity()
 
 
-def test_an_edited_history_gets_a_user_start_again(bench: Make) -> None:
-    one = bench(states=16, snapshots=True, blocks=128)
+def test_the_beginning_needs_no_state(bench: Make) -> None:
+    one = bench(states=16, snapshots=True)
     run_turn(one, SYSTEM, [1, 2, 3])
     one.after(GRACE)
-    edited = [*SYSTEM, *[70] * 60]
+    assert (kinds(one), starts(one)) == (["turn_end"], [False])
+
+
+def test_an_edited_history_keeps_user_start_again(bench: Make) -> None:
+    one = bench(states=16, snapshots=True, blocks=128)
+    run_turn(one, LONG_SYSTEM, [1, 2, 3])
+    one.after(GRACE)
+    edited = [*LONG_SYSTEM, *[70] * 60]
     run_turn(one, edited, [4], conversation_id="edited")
-    assert kinds(one).count("user_start") == 2
+    one.after(GRACE)
+    assert starts(one) == [True, True]
+    one.engine.check_integrity()
 
 
 def test_dense_models_anchor_user_start_in_the_turns_own_snapshot(bench: Make) -> None:

@@ -16,7 +16,7 @@ from engram_runtime.errors import SnapshotError
 from engram_runtime.snapshots.io import digest, format, tensors
 from engram_runtime.snapshots.policy import manifest as manifests
 from engram_runtime.snapshots.policy.identity import Signer, TokenChain, canonical_json, token_bytes
-from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef, TensorRef
+from engram_runtime.snapshots.policy.manifest import START, Manifest, PieceRef, TensorRef
 from engram_runtime.snapshots.types import StateLayout
 
 KV_FORMAT = "engram-kv-1"
@@ -91,18 +91,27 @@ def kv_name(pieces_text: str) -> str:
 
 
 def describe_snapshot(
-    chain: TokenChain, forwarded: int, messages: bytes | None, states: Mapping[str, Tensor], layout: StateLayout
+    chain: TokenChain,
+    forwarded: int,
+    messages: bytes | None,
+    states: Mapping[str, Tensor],
+    layout: StateLayout,
+    start: Mapping[str, Tensor] | None = None,
 ) -> SnapshotParts:
-    """Tensors of a snapshot file, token ids first. ValueError when `states` are not what the layout says."""
+    """Tensors of a snapshot file, token ids first. `start`: the state at user_start. ValueError when `states` are not
+    what the layout says."""
     parts = [format.TensorPart("token_ids", "U32", (forwarded,), memoryview(token_bytes(chain.tokens[:forwarded])))]
     if messages:
         parts.append(format.TensorPart("messages", "U8", (len(messages),), memoryview(messages)))
-    if states.keys() != layout.states.keys():
-        raise ValueError(f"state must hold {sorted(layout.states)}, got {sorted(states)}")
-    for name, spec in layout.states.items():
-        tensors.check_tensor(name, states[name], spec.shape, spec.dtype)
-        data = tensors.view_bytes(states[name])
-        parts.append(format.TensorPart(name, tensors.FILE_DTYPES[spec.dtype], spec.shape, data))
+    for prefix, state in (("", states), (START, start)):
+        if state is None:
+            continue
+        if state.keys() != layout.states.keys():
+            raise ValueError(f"state must hold {sorted(layout.states)}, got {sorted(state)}")
+        for name, spec in layout.states.items():
+            tensors.check_tensor(name, state[name], spec.shape, spec.dtype)
+            data = tensors.view_bytes(state[name])
+            parts.append(format.TensorPart(prefix + name, tensors.FILE_DTYPES[spec.dtype], spec.shape, data))
     refs = tuple(TensorRef(part.name, part.data.nbytes, digest.digest(part.data)) for part in parts)
     return SnapshotParts(tuple(parts), refs)
 
@@ -131,9 +140,10 @@ def open_snapshot(key: str, front: bytes, size: int, signer: Signer, *, verify: 
     return OpenSnapshot(key, manifest, header, front)
 
 
-def check_state_entries(opened: OpenSnapshot, layout: StateLayout) -> None:
+def check_state_entries(opened: OpenSnapshot, layout: StateLayout, prefix: str = "") -> None:
     """SnapshotError unless the file holds exactly the states of this model, before anything is allocated."""
-    for name, spec in layout.states.items():
+    for bare, spec in layout.states.items():
+        name = prefix + bare
         entry = opened.header.tensors.get(name)
         expected = (tensors.FILE_DTYPES[spec.dtype], spec.shape)
         if opened.manifest.tensor(name) is None or entry is None or (entry.dtype, entry.shape) != expected:

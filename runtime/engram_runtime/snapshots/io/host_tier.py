@@ -20,7 +20,7 @@ from engram_runtime.snapshots.types import StateLayout
 
 @dataclass(frozen=True, slots=True)
 class ItemKey:
-    """A KV piece (file and tensor) or a state (snapshot id, tensor "state") of one tenant and model."""
+    """A KV piece (file and tensor) or a state (snapshot id, STATE or START_STATE) of one tenant and model."""
 
     space: Space
     owner: str
@@ -28,6 +28,7 @@ class ItemKey:
 
 
 STATE = "state"
+START_STATE = "start state"
 
 
 class HostTier:
@@ -80,7 +81,7 @@ class HostTier:
                 pool.used = 0
 
     def _pool(self, key: ItemKey) -> _Pool:
-        return self._pools[STATE if key.tensor == STATE else "kv"]
+        return self._pools[STATE if key.tensor in (STATE, START_STATE) else "kv"]
 
 
 class _Pool:

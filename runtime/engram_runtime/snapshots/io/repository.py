@@ -88,15 +88,16 @@ class Repository:
             return None
         return self._read_small(opened, "messages")
 
-    def read_state(self, opened: files.OpenSnapshot) -> dict[str, Tensor]:
-        """All state tensors of the layout, each exact in shape and dtype, each checked."""
-        files.check_state_entries(opened, self._layout)
+    def read_state(self, opened: files.OpenSnapshot, prefix: str = "") -> dict[str, Tensor]:
+        """All state tensors of the layout, each exact in shape and dtype, each checked. `prefix` is manifest.START for
+        those at user_start."""
+        files.check_state_entries(opened, self._layout, prefix)
         result = {}
         for name, spec in self._layout.states.items():
             tensor = tensors.allocate_state(spec)
             view = tensors.view_bytes(tensor)
-            self.store.read_into(opened.key, opened.header.tensors[name].offset, view)
-            self._check(opened, name, view)
+            self.store.read_into(opened.key, opened.header.tensors[prefix + name].offset, view)
+            self._check(opened, prefix + name, view)
             result[name] = tensor
         return result
 

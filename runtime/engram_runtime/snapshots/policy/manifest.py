@@ -25,6 +25,8 @@ MAX_TENSORS = 16
 MAX_TENSOR_BYTES = 1 << 40
 MAX_ANCHORS = 4
 PURPOSE = "manifest"
+START = "start."
+"""Begins the names of state tensors that are exact at the first anchor (user_start) instead of at `forwarded`."""
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"(blake3|sha256):[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
@@ -91,8 +93,10 @@ class Manifest:
     tag: str | None = None
 
     @property
-    def state_tensors(self) -> tuple[TensorRef, ...]:
-        return tuple(t for t in self.tensors if t.name not in ("token_ids", "messages"))
+    def start_position(self) -> int | None:
+        """Where the second state lies, if there is one: at user_start."""
+        has_start = any(tensor.name.startswith(START) for tensor in self.tensors)
+        return min(anchor.position for anchor in self.anchors) if has_start and self.anchors else None
 
     @property
     def kv_bytes(self) -> int:
