@@ -8,8 +8,11 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 # Two busy OpenMP pools on a small machine slow each other down tenfold.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+# One process per core, at most eight: what more would share are the servers that each of them starts.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
+PARALLEL := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider \
+.PHONY: help install image demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider \
 	bench-conversation openapi clean
 
 help: ## list the targets
@@ -35,10 +38,10 @@ format: install ## format and sort imports
 	$(BIN)/ruff check --fix .
 
 test-unit: install ## fast tests, in process
-	$(PYTEST) tests/unit
+	$(PYTEST) $(PARALLEL) tests/unit
 
 test-integration: install ## real servers on loopback, real weights (fetched once)
-	$(PYTEST) tests/integration
+	$(PYTEST) $(PARALLEL) tests/integration
 
 # On a bare GPU machine only torch, triton, transformers and pytest are needed: nothing is installed or fetched.
 test-gpu: ## kernels on a CUDA device
@@ -57,6 +60,9 @@ bench-provider: install ## what the LiteLLM provider adds to a call
 
 bench-conversation: install ## 50 turns in three modes, restores per tier; writes docs/savings.md (about 5 minutes)
 	$(TEST_ENV) $(BIN)/python -m tests.bench.bench_conversation
+
+image: ## TARGET=operator, runtime or runtime-cpu: a container image, by buildah, podman or docker (docs/install.md)
+	scripts/build_image.sh $(TARGET)
 
 clean: ## remove what make built in this folder (not the caches outside it)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
