@@ -16,6 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.s3_process import S3Server, free_port
@@ -59,7 +60,7 @@ osd failsafe full ratio=.99
 mon osd full ratio=.99
 mon osd nearfull ratio=.99
 mon osd backfillfull ratio=.99
-rgw frontends=beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw frontends=beast endpoint={address}:{port} tcp_nodelay=1
 rgw data={folder}/rgw
 keyring={folder}/keyring
 rgw lc debug interval=10
@@ -80,16 +81,25 @@ def missing() -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the gateway listens; `enter` goes before each command, to start it in another network namespace."""
+
+    address: str = "127.0.0.1"
+    enter: tuple[str, ...] = ()
+
+
 @contextmanager
-def running_radosgw(memory_bytes: int = 2 << 30) -> Iterator[S3Server]:
+def running_radosgw(memory_bytes: int = 2 << 30, place: Place | None = None) -> Iterator[S3Server]:
     """Raises RuntimeError with the end of the logs when it does not come up."""
+    place = place or Place()
     with tempfile.TemporaryDirectory(prefix="engram-rgw-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         port = free_port()
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            _start(folder, port, memory_bytes, processes)
-            yield S3Server(f"http://127.0.0.1:{port}", ACCESS_KEY, SECRET_KEY, "radosgw")
+            _start(folder, port, memory_bytes, processes, place)
+            yield S3Server(f"http://{place.address}:{port}", ACCESS_KEY, SECRET_KEY, "radosgw")
         finally:
             for process in reversed(processes):  # the gateway before what it stores in
                 process.terminate()
@@ -100,18 +110,25 @@ def running_radosgw(memory_bytes: int = 2 << 30) -> Iterator[S3Server]:
                     process.wait()
 
 
-def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Popen[bytes]]) -> None:
+def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Popen[bytes]], place: Place) -> None:
     for part in ("mon", "osd", "run", "log", "rgw"):
         (folder / part).mkdir()
     fsid, mon_port = str(uuid.uuid4()), free_port()
     configuration = folder / "ceph.conf"
     configuration.write_text(
-        CONFIGURATION.format(fsid=fsid, folder=folder, mon_port=mon_port, port=port, memory=memory)
+        CONFIGURATION.format(
+            fsid=fsid, folder=folder, mon_port=mon_port, address=place.address, port=port, memory=memory
+        )
     )
 
     def run(*command: str) -> None:
         done = subprocess.run(
-            command, env=_environment(folder), capture_output=True, text=True, timeout=60, check=False
+            (*place.enter, *command),
+            env=_environment(folder),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
@@ -119,7 +136,9 @@ def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Pope
     def spawn(*command: str) -> None:
         with (folder / "log" / f"{command[0]}.out").open("wb") as output:
             processes.append(
-                subprocess.Popen(command, env=_environment(folder), stdout=output, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    (*place.enter, *command), env=_environment(folder), stdout=output, stderr=subprocess.STDOUT
+                )
             )
 
     keyring, monmap, conf = str(folder / "keyring"), str(folder / "monmap"), ("-c", str(configuration))
@@ -134,7 +153,7 @@ def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Pope
     spawn("ceph-osd", *conf, "-i", "0", "-f")
     time.sleep(1)
     spawn("radosgw", *conf, "-n", "client.rgw.a", "-f")
-    _wait(f"http://127.0.0.1:{port}/", folder, processes)
+    _wait(f"http://{place.address}:{port}/", folder, processes)
     user = ("--uid", "engram", "--display-name", "engram", "--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY)
     run("radosgw-admin", *conf, "user", "create", *user)
 

@@ -1,0 +1,99 @@
+"""Where everything of one cluster is: folders, addresses, network namespaces.
+
+A node is called "node0", "node1", ...; "" stands for the control plane. A daemon is "kube-apiserver" or
+"node0.kubelet". Addresses are from the documentation ranges, so they meet nothing real.
+
+    this machine      192.0.2.254    a cable to the bridge: kubectl and the tests
+    namespace NAME    192.0.2.1      bridge br0, the control plane, DNS; 192.0.2.2 the object store
+    NAME.node0, ...   192.0.2.10..   a cable to that bridge; the node's own containerd, kubelet and kube-proxy
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.cluster import build
+
+TEMPLATES = Path(__file__).parent / "templates"
+HOST_IP, CONTROL_PLANE_IP, STORE_IP, API_IP, DNS_IP = (
+    "192.0.2.254",
+    "192.0.2.1",
+    "192.0.2.2",
+    "203.0.113.1",
+    "203.0.113.10",
+)
+POD_CIDR, SERVICE_CIDR = "198.51.100.0/24", "203.0.113.0/24"
+CONTROL_PLANE = ""
+MOST_NODES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The names and paths of one cluster. `root` must be short: Unix sockets (108 characters) are in it."""
+
+    name: str = "engram-e2e"
+    root: Path = Path("/var/tmp/engram-e2e")
+
+    def home(self, node: str) -> Path:
+        return self.root / node if node else self.root
+
+    def netns(self, node: str) -> str:
+        return f"{self.name}.{node}" if node else self.name
+
+    def enter(self, node: str = CONTROL_PLANE) -> list[str]:
+        """The prefix of a command that shall run there.
+
+        nsenter and not `ip netns exec`: that gives each process mounts of its own, and kubelet and containerd must
+        share theirs.
+        """
+        return ["nsenter", f"--net=/run/netns/{self.netns(node)}"]
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.root / "kubeconfig" / "admin"
+
+    @property
+    def audit_log(self) -> Path:
+        return self.root / "log" / "audit.jsonl"
+
+    def environment(self) -> dict[str, str]:
+        """For everything that is started: our programs first, no proxy, and kubectl's caches inside the cluster."""
+        inherited = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        return inherited | {
+            "PATH": f"{build.binaries()}:{os.environ['PATH']}",
+            "KUBECONFIG": str(self.kubeconfig),
+            "KUBECACHEDIR": str(self.root / "kubectl"),  # by server address, which every cluster here shares
+            "HELM_CACHE_HOME": str(self.root / "helm" / "cache"),
+            "HELM_CONFIG_HOME": str(self.root / "helm" / "config"),
+            "HELM_DATA_HOME": str(self.root / "helm" / "data"),
+        }
+
+    def nodes(self) -> list[str]:
+        return sorted(path.name for path in self.root.glob("node[0-9]"))
+
+    def render(self, template: str, path: Path, values: Mapping[str, object] | None = None) -> None:
+        """Writes a file of `templates/` with its $names filled in."""
+        known = {"root": self.root, "control_plane": CONTROL_PLANE_IP, "dns": DNS_IP, "pods": POD_CIDR}
+        text = string.Template((TEMPLATES / template).read_text()).substitute(known | dict(values or {}))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def node_names(count: int) -> list[str]:
+    if not 1 <= count <= MOST_NODES:
+        raise ValueError(f"nodes must be between 1 and {MOST_NODES}, got {count}")
+    return [f"node{index}" for index in range(count)]
+
+
+def node_ip(node: str) -> str:
+    return f"192.0.2.{10 + int(node.removeprefix('node'))}"
+
+
+def pod_subnet(node: str) -> str:
+    subnets = list(ipaddress.ip_network(POD_CIDR).subnets(prefixlen_diff=MOST_NODES.bit_length() - 1))
+    return str(subnets[int(node.removeprefix("node"))])

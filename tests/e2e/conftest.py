@@ -1,0 +1,255 @@
+"""Fixtures of the end-to-end tests: a cluster, the images in it, an object store, the operator, a namespace.
+
+The cluster is built from source and started here (root on Debian), or is any other one: `KUBECONFIG` names it, and then
+ENGRAM_E2E_OPERATOR_IMAGE, ENGRAM_E2E_ENGINE_IMAGE, ENGRAM_E2E_MODEL (a model URI) and ENGRAM_E2E_S3_ENDPOINT,
+ENGRAM_E2E_S3_ACCESS_KEY, ENGRAM_E2E_S3_SECRET_KEY say what it has. Tests that break nodes need ours and are skipped.
+
+Where something is missing the tests are skipped with the reason; with ENGRAM_REQUIRE_E2E=1 they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import build, models, packages, prepare
+from tests.e2e.cluster import images as image_names
+from tests.e2e.cluster.audit import AuditLog
+from tests.e2e.cluster.client import Client, CommandError
+from tests.e2e.cluster.cluster import Cluster
+from tests.e2e.cluster.daemons import end, processes
+from tests.e2e.cluster.layout import CONTROL_PLANE, STORE_IP
+from tests.support import radosgw
+from tests.support.s3_process import S3Server
+
+RECORDS = Path(__file__).parents[2] / "build" / "e2e"
+MOST_RECORDS = 8
+OPERATOR_NAMESPACE = "engram-system"
+RELEASE = "engram"
+CHART = Path(__file__).parents[2] / "charts" / "engram"
+CREDENTIALS = "bucket-credentials"
+RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Names that the cluster's nodes resolve without pulling."""
+
+    operator: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """`server` as this machine and as pods reach it."""
+
+    server: S3Server
+
+    def bucket(self) -> str:
+        return self.server.bucket()
+
+    def secret(self, name: str = CREDENTIALS) -> dict[str, object]:
+        """The credentials as a SnapshotPolicy's credentialsSecretRef wants them."""
+        data = {"AWS_ACCESS_KEY_ID": self.server.access_key, "AWS_SECRET_ACCESS_KEY": self.server.secret_key}
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
+
+    def storage(self, bucket: str) -> dict[str, object]:
+        """A SnapshotPolicy's spec.storage."""
+        return {
+            "uri": f"s3://{bucket}",
+            "endpointURL": self.server.url,
+            "insecure": self.server.url.startswith("http://"),
+            "forcePathStyle": True,
+            "credentialsSecretRef": {"name": CREDENTIALS},
+        }
+
+    def keys(self, bucket: str) -> list[str]:
+        """Everything in the bucket."""
+        pages = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        return sorted(item["Key"] for page in pages for item in page.get("Contents", []))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TIMINGS] = {}
+    config.stash[RECORDED] = []
+
+
+TIMINGS: pytest.StashKey[dict[str, float]] = pytest.StashKey()
+RECORDED: pytest.StashKey[list[Path]] = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def existing() -> str | None:
+    """The kubeconfig of a cluster that is not ours."""
+    named = os.environ.get("KUBECONFIG")
+    return named if named and Path(named) != Cluster().layout.kubeconfig else None
+
+
+@pytest.fixture(scope="session")
+def kube(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Client]:
+    """Whichever cluster it is: what every test can do with it."""
+    if existing is None:
+        yield request.getfixturevalue("cluster")
+        return
+    folder = build.binaries()
+    client = Client(os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Cluster]:
+    """The cluster of ours, with everything loaded; its faults and its audit log."""
+    if existing is not None:
+        pytest.skip("needs the cluster that the tests start: KUBECONFIG is set")
+    if (reason := packages.missing() or radosgw.missing()) is not None:
+        _missing(reason)
+    cluster = Cluster()
+    cluster.acquire()
+    if cluster.kept() and cluster.usable():
+        made = prepare.prepare()
+        prepare.load(cluster, made)
+        request.config.stash[TIMINGS].update(made.timings)
+        yield cluster
+        cluster.close()
+        return
+    build.build()
+    made = prepare.prepare()
+    try:
+        cluster.up(mounts=made.mounts)
+        prepare.load(cluster, made)
+        request.config.stash[TIMINGS].update({**made.timings, **cluster.timings})
+        yield cluster
+        request.config.stash[TIMINGS]["memory, MB (no seconds)"] = cluster.memory() / 1e6
+    except BaseException:
+        cluster.collect(RECORDS / "start")
+        raise
+    finally:
+        began = time.monotonic()
+        cluster.down()
+        request.config.stash[TIMINGS]["down"] = time.monotonic() - began
+
+
+@pytest.fixture(scope="session")
+def audit(cluster: Cluster) -> AuditLog:
+    """Who asked the API server for what."""
+    return AuditLog(cluster.layout.audit_log)
+
+
+@pytest.fixture(scope="session")
+def images(existing: str | None) -> Images:
+    if existing is None:
+        return Images(image_names.OPERATOR, image_names.ENGINE)
+    return Images(_given("ENGRAM_E2E_OPERATOR_IMAGE"), _given("ENGRAM_E2E_ENGINE_IMAGE"))
+
+
+@pytest.fixture(scope="session")
+def real_model(existing: str | None) -> str:
+    """The URI of a small instruct model with real weights."""
+    return models.uri(models.REAL) if existing is None else _given("ENGRAM_E2E_MODEL")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(existing: str | None) -> str:
+    """The URI of a random model that loads at once; elsewhere the real one serves."""
+    return models.uri(models.TINY) if existing is None else _given("ENGRAM_E2E_MODEL")
+
+
+@pytest.fixture(scope="session")
+def object_store(request: pytest.FixtureRequest, existing: str | None) -> Iterator[ObjectStore]:
+    """A real S3 server that pods reach."""
+    if existing is not None:
+        url, key = _given("ENGRAM_E2E_S3_ENDPOINT"), _given("ENGRAM_E2E_S3_ACCESS_KEY")
+        yield ObjectStore(S3Server(url, key, _given("ENGRAM_E2E_S3_SECRET_KEY"), "given"))
+        return
+    layout = request.getfixturevalue("cluster").layout
+    end(
+        lambda: {pid for pid in processes(layout, CONTROL_PLANE) if _program(pid) in radosgw.PROGRAMS}
+    )  # a killed run's
+    place = radosgw.Place(STORE_IP, tuple(layout.enter()))
+    with radosgw.running_radosgw(place=place) as server:
+        yield ObjectStore(server)
+
+
+@pytest.fixture(scope="session")
+def operator(kube: Client, images: Images) -> Iterator[str]:
+    """The operator, installed by helm from this checkout's chart; its namespace."""
+    repository, _, tag = images.operator.rpartition(":")
+    engine_repository, _, engine_tag = images.engine.rpartition(":")
+    kube.helm(
+        *("upgrade", "--install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
+        *("--set", f"image.repository={repository}", "--set", f"image.tag={tag}"),
+        *("--set", f"engine.image.repository={engine_repository}", "--set", f"engine.image.tag={engine_tag}"),
+        *("--wait", "--timeout", "120s"),
+    )
+    yield OPERATOR_NAMESPACE
+    kube.helm("uninstall", RELEASE, "--namespace", OPERATOR_NAMESPACE, "--wait", "--timeout", "120s")
+
+
+@contextmanager
+def new_namespace(kube: Client, stem: str) -> Iterator[str]:
+    """A new one under the `restricted` Pod Security Standard; deleted afterwards, without waiting."""
+    name = f"{stem}-{secrets.token_hex(2)}"
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
+    yield name
+    kube.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def namespace(kube: Client, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A new one, named after the test."""
+    stem = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).removeprefix("test-")
+    with new_namespace(kube, stem[:40].strip("-")) as name:
+        yield name
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.CallInfo[None], None]:
+    """A failed test leaves what everybody logged under build/e2e/TEST."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    kept = item.config.stash[RECORDED]
+    cluster = item.funcargs.get("cluster") if hasattr(item, "funcargs") else None
+    if report.failed and isinstance(cluster, Cluster) and len(kept) < MOST_RECORDS:
+        target = RECORDS / re.sub(r"[^\w.-]+", "_", item.name)
+        try:
+            cluster.collect(target)
+        except (OSError, CommandError) as error:
+            print(f"could not keep the records: {error}", file=sys.stderr)
+        kept.append(target)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if timings := config.stash[TIMINGS]:
+        terminalreporter.section("cluster")
+        terminalreporter.write_line(prepare.report(timings))
+    for target in config.stash[RECORDED]:
+        terminalreporter.write_line(f"records of a failure: {target}")
+
+
+def _missing(reason: str) -> None:
+    if os.environ.get("ENGRAM_REQUIRE_E2E"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _given(name: str) -> str:
+    if not (value := os.environ.get(name)):
+        pytest.fail(f"KUBECONFIG is set, so {name} must be: see tests/e2e/conftest.py")
+    return value
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
