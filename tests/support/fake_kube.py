@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engram_operator.kube.cache import Cache
-from engram_operator.kube.client import Kube, Object, Response
+from engram_operator.kube.client import JSON, Kube, Object, Response
 from engram_operator.kube.errors import Unavailable
 from engram_operator.kube.kinds import EVENTS, LEASES, Kind, kind_of
 from tests.support.kube_store import Change, KubeStore, Refused, Request
@@ -75,7 +75,13 @@ class StoreTransport:
                 return
 
     async def send(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, content_type: str
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None,
+        content_type: str,
+        accept: str = JSON,
     ) -> Response:
         status, payload = self.store.handle(method, path, query, copy.deepcopy(body), content_type)
         if self._lost:

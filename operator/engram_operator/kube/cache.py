@@ -58,22 +58,30 @@ class Cache:
     # For the watches
 
     def put(self, kind: Kind, obj: Mapping[str, Any]) -> Object | None:
-        """Take in an object as the server sent it; returns what was known of it before."""
+        """Take in an object as the server sent it; returns what was known of it before.
+
+        What is older than the known one is not taken in: events of an object and of the one that had its name before
+        come in any order.
+        """
         kept = slim(kind, obj)
         metadata = kept["metadata"]
         namespace, name = metadata.get("namespace") or "", metadata["name"]
+        known = self.get(kind, namespace, name)
+        if known is not None and version_of(known) > version_of(kept):
+            return known
         before = self.remove(kind, namespace, name)
         self._objects.setdefault(kind, {}).setdefault(namespace, {})[name] = kept
         for uid in _owners(kept):
             self._owned.setdefault((kind, uid), {})[metadata["uid"]] = kept
         return before
 
-    def remove(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """Forget an object; returns what was known of it."""
+    def remove(self, kind: Kind, namespace: str, name: str, uid: str | None = None) -> Object | None:
+        """Forget an object; returns what was known of it. With `uid`, only if the name still belongs to that one."""
         spaces = self._objects.get(kind, {})
-        before = spaces.get(namespace, {}).pop(name, None)
-        if before is None:
+        before = spaces.get(namespace, {}).get(name)
+        if before is None or (uid is not None and before["metadata"].get("uid") != uid):
             return None
+        del spaces[namespace][name]
         if not spaces[namespace]:
             del spaces[namespace]
         for uid in _owners(before):
@@ -85,6 +93,12 @@ class Cache:
 
     def counts(self) -> Mapping[Kind, int]:
         return {kind: sum(map(len, spaces.values())) for kind, spaces in self._objects.items()}
+
+
+def version_of(obj: Mapping[str, Any]) -> int:
+    """The resourceVersion as a number, which the API promises it is; 0 when it has none."""
+    version = obj["metadata"].get("resourceVersion") or ""
+    return int(version) if version.isdigit() else 0
 
 
 def _owners(obj: Object) -> Iterator[str]:

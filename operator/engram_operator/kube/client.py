@@ -26,7 +26,10 @@ STATUS_MANAGER = "engram-operator-status"
 APPLY = "application/apply-patch+yaml"  # JSON is YAML
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
+NAMES_ONLY = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{JSON}"
 PAGE = 500
+
+IDENTITY = frozenset({"name", "namespace", "uid", "resourceVersion"})
 
 EVENT_SILENCE_S = 600.0  # the same words about the same object are said once in this time
 EVENT_MEMORY = 4096
@@ -50,7 +53,13 @@ class Transport(Protocol):
     """Sends one request. Raises Unavailable when no answer comes; any status is an answer."""
 
     async def send(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, content_type: str
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None,
+        content_type: str,
+        accept: str = JSON,
     ) -> Response: ...
 
     async def close(self) -> None: ...
@@ -70,13 +79,14 @@ class Kube:
 
     That is safe because every write can be repeated: apply and delete by nature, create because "it exists" is an
     answer, merge patches because they carry the resourceVersion. `wrote(kind, verb)` is told of every write that the
-    server took.
+    server took. While `may_write` says no, writes raise Unavailable: another process may be leading.
     """
 
     transport: Transport
     instance: str = "engram-operator"  # this process, in events
     deadline_s: float = 30.0
     wrote: Callable[[Kind, str], None] = lambda kind, verb: None
+    may_write: Callable[[], bool] = lambda: True
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _said: dict[str, _Said] = field(default_factory=dict, repr=False)
@@ -101,9 +111,18 @@ class Kube:
         return (await self.list_at(kind, namespace, labels=labels, fields=fields))[0]
 
     async def list_at(
-        self, kind: Kind, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+        self,
+        kind: Kind,
+        namespace: str | None = None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        names_only: bool = False,
     ) -> tuple[Objects, str]:
-        """`list`, and the resourceVersion that it shows. Begins again when the server forgot the first pages."""
+        """`list`, and the resourceVersion that it shows. Begins again when the server forgot the first pages.
+
+        `names_only`: of each object only name, namespace, uid and resourceVersion.
+        """
         selectors = {"limit": str(PAGE)}
         if labels:
             selectors["labelSelector"] = labels
@@ -114,14 +133,17 @@ class Kube:
         while True:
             query = {**selectors, "continue": token} if token else selectors
             try:
-                page = await self._call("GET", kind.path(namespace), query)
+                page = await self._call("GET", kind.path(namespace), query, accept=NAMES_ONLY if names_only else JSON)
             except Expired:
                 if not token:
                     raise
                 items, token = [], ""
                 continue
-            # Items of a list carry neither; controllers and the cache expect whole objects.
-            items += [{"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page.get("items") or []]
+            for item in page.get("items") or []:
+                if names_only:
+                    item = {"metadata": {k: v for k, v in item["metadata"].items() if k in IDENTITY}}
+                # Items of a list carry neither; controllers and the cache expect whole objects.
+                items.append({**item, "apiVersion": kind.api_version, "kind": kind.kind})
             metadata = page.get("metadata") or {}
             token = metadata.get("continue") or ""
             if not token:
@@ -271,6 +293,7 @@ class Kube:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
         content_type: str = JSON,
+        accept: str = JSON,
     ) -> Object:
         """One request, repeated while the server is away or busy and the deadline is not over."""
         loop = asyncio.get_running_loop()
@@ -279,8 +302,10 @@ class Kube:
         while True:
             error: KubeError
             wait = None
+            if method != "GET" and not self.may_write():
+                raise Unavailable(0, "NotLeading", "the lease is not held: nothing may be written")
             try:
-                response = await self.transport.send(method, path, query or {}, body, content_type)
+                response = await self.transport.send(method, path, query or {}, body, content_type, accept)
             except Unavailable as failure:
                 error = failure
             else:

@@ -207,7 +207,7 @@ async def test_a_list_whose_pages_expired_begins_again() -> None:
         def __init__(self) -> None:
             self.calls = []
 
-        async def send(self, method: str, path: str, query: Any, body: Any, content_type: str) -> Response:
+        async def send(self, method: str, path: str, query: Any, body: Any, *rest: str) -> Response:
             token = query.get("continue")
             self.calls.append(token)
             if token == "old":
