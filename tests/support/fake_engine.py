@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.facts import ModelFacts
 from engram_runtime.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.stats import EngineStats
@@ -59,6 +60,10 @@ class FakeEngine:
     @property
     def snapshots(self) -> Any:
         return self._snapshots
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts("LlamaForCausalLM", "float32", "d" * 64, 1000, "a" * 64, 0, 256)
 
     @property
     def config(self) -> EngineConfig:

@@ -19,6 +19,62 @@ from engram_runtime.snapshots.types import (
     SweepReport,
     TierStatus,
 )
+from engram_runtime.snapshots.views import (
+    KEEP,
+    Census,
+    Removed,
+    SaveOutcomes,
+    SnapshotView,
+    ViewEvent,
+    ViewEvents,
+    ViewPage,
+)
+
+
+@dataclass
+class FakeOverview:
+    """Shows the entries of all tenants; a tenant's hash is its name backwards."""
+
+    snapshots: FakeSnapshots
+
+    def _view(self, tenant: str, info: SnapshotInfo) -> SnapshotView:
+        return SnapshotView(info.snapshot_id, tenant[::-1], bytes=info.bytes, turn_number=info.turn_number)
+
+    def _find(self, snapshot_id: str) -> tuple[str, SnapshotInfo]:
+        for (tenant, found), (info, _) in self.snapshots.entries.items():
+            if found == snapshot_id:
+                return tenant, info
+        raise NotFound(f"snapshot {snapshot_id} does not exist")
+
+    def page(self, *, limit: int = 100, after: str | None = None) -> ViewPage:
+        rows = [self._view(tenant, info) for (tenant, _), (info, _) in self.snapshots.entries.items()]
+        return ViewPage(rows[:limit], None)
+
+    def events(self, *, after: str | None = None, limit: int = 500) -> ViewEvents:
+        start = int(after or 0)
+        rows = [ViewEvent("saved", self._view(t, e.info)) for t, e in self.snapshots.log[start:] if e.info is not None]
+        return ViewEvents(rows, str(start + len(rows)), after is None)
+
+    def view(self, snapshot_id: str) -> SnapshotView:
+        return self._view(*self._find(snapshot_id))
+
+    def change(
+        self, snapshot_id: str, *, pinned: bool | None = None, ttl_seconds: int | str | None = KEEP
+    ) -> SnapshotView:
+        tenant, info = self._find(snapshot_id)
+        expires = 1e9 + ttl_seconds if isinstance(ttl_seconds, int) else None
+        return replace(self._view(tenant, info), pinned=pinned, expires=expires)
+
+    def remove(self, snapshot_id: str) -> Removed:
+        tenant, info = self._find(snapshot_id)
+        self.snapshots.delete(tenant, snapshot_id)
+        return Removed(self._view(tenant, info), tenant, info.conversation_id)
+
+    def census(self, wait_seconds: float = 2.0) -> Census:
+        return Census(len(self.snapshots.entries), 100)
+
+    def outcomes(self) -> SaveOutcomes:
+        return SaveOutcomes(1.0, 2.0, "cannot write: http://user:secret@host/x?token=secret is away")
 
 
 @dataclass
@@ -26,6 +82,10 @@ class FakeSnapshots:
     entries: dict[tuple[str, str], tuple[SnapshotInfo, SnapshotContent]] = field(default_factory=dict)
     log: list[tuple[str, Event]] = field(default_factory=list)
     error: Exception | None = None
+
+    @property
+    def overview(self) -> FakeOverview:
+        return FakeOverview(self)
 
     def put(self, turn: TurnSpec, snapshot_id: str, boundary: str, ids: list[int], pending: list[int]) -> None:
         info = SnapshotInfo(

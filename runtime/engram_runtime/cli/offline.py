@@ -24,6 +24,7 @@ from engram_runtime.snapshots.policy.identity import Keyring
 from engram_runtime.snapshots.policy.ids import check_snapshot_id, check_tenant, new_id
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest
+from engram_runtime.snapshots.policy.records import effective_expiry
 from engram_runtime.snapshots.service import open_store as open_object_store
 from engram_runtime.snapshots.types import StateLayout
 
@@ -106,7 +107,7 @@ class OfflineStore:
             "bytes": manifest.nbytes,
             "tiers": [TIER],
             "created": manifest.created,
-            "expires": manifest.expires if label is None or label.expires is None else label.expires,
+            "expires": effective_expiry(manifest.expires, label),
             "pinned": manifest.pinned if label is None or label.pinned is None else label.pinned,
             "tag": manifest.tag if label is None or label.tag is None else label.tag,
             "state_abi": manifest.state_abi,

@@ -21,6 +21,12 @@ def register(commands: Any) -> None:
     )
     add_model_flags(parser)
     add_server_flags(parser.add_argument_group("server"))
+    add_admin_flags(
+        parser.add_argument_group(
+            "admin port in a cluster",
+            "Service accounts that may use the admin port beside those with an admin key; the first three go together.",
+        )
+    )
     add_snapshot_flags(parser.add_argument_group("snapshots"))
     parser.set_defaults(func=run)
 
@@ -97,6 +103,28 @@ def add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="from SIGTERM to exit (default: 30)"
+    )
+
+
+def add_admin_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--admin-audience", metavar="NAME", help="what their tokens must be made for, e.g. engram.dev")
+    group.add_argument(
+        "--admin-subject",
+        action="append",
+        default=[],
+        metavar="system:serviceaccount:NS:NAME",
+        help="an account; may be given again",
+    )
+    group.add_argument(
+        "--admin-issuer-url",
+        metavar="URL",
+        help="where the cluster's key set is read, e.g. https://kubernetes.default.svc",
+    )
+    group.add_argument(
+        "--admin-jwks-token-file", type=Path, metavar="FILE", help="token to read the key set with (default: none)"
+    )
+    group.add_argument(
+        "--admin-jwks-ca-file", type=Path, metavar="FILE", help="authority of that server (default: the system's)"
     )
 
 

@@ -18,6 +18,7 @@ from engram_kernels import Registry
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.continuous import encode_prompt
 from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.facts import ModelFacts
 from engram_runtime.engine.loading import load_engine
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -129,6 +130,11 @@ class AsyncLLMEngine:
     def snapshots(self) -> Snapshots | None:
         """The snapshot service, or None when snapshots are off."""
         return self._engine.snapshots
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and digests of the loaded model."""
+        return self._engine.facts
 
     @property
     def config(self) -> EngineConfig:

@@ -17,6 +17,7 @@ from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.engine.boundaries import Boundaries
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.detokenizer import Decoder
+from engram_runtime.engine.facts import ModelFacts
 from engram_runtime.engine.intake import Intake
 from engram_runtime.engine.meter import Meter
 from engram_runtime.engine.outputs import FinishReason, RequestOutput
@@ -51,6 +52,7 @@ class LLMEngine:
         eos_ids: frozenset[int] = frozenset(),
         snapshots: Snapshots | None = None,
         transfer: KVTransfer | None = None,
+        facts: ModelFacts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         geometry = executor.geometry
@@ -59,6 +61,7 @@ class LLMEngine:
         self.snapshots = snapshots
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+        self.facts = facts or ModelFacts()
         self._clock = clock
         self._wake = threading.Event()
         self._cache = CacheManager(geometry.num_blocks, geometry.block_size, geometry.num_state_slots)

@@ -5,7 +5,7 @@ What cannot be honoured fails here, before the first request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from engram_kernels import Ops, Registry
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.facts import ModelFacts
 from engram_runtime.executor.device.build import build_executor
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.device.graphs import why_not_recorded
@@ -101,13 +102,21 @@ def load_engine(
 ) -> LLMEngine:
     """An engine, which owns its snapshot service if there is one. Raises what `load` raises, and SnapshotError."""
     loaded = load(config, registry=registry)
+    layout = state_layout(loaded.spec)
+    facts = ModelFacts(
+        architecture=loaded.spec.architecture,
+        dtype=loaded.spec.dtype,
+        weight_bytes=sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors")),
+        state_bytes=layout.state_bytes,
+        kv_bytes_per_token=layout.kv_bytes_per_token,
+    )
     service = None
     if snapshots is not None and snapshots.enabled:
         # Stored state means something only beside these very weights.
         digest = weights_digest(config.model, Settings.from_environment().cache_dir / "digests")
-        fields = {**loaded.spec.abi_fields(), "weights": digest}
-        layout, transfer = state_layout(loaded.spec), loaded.executor.transfer
-        service = SnapshotService(snapshots, state_abi=state_abi(fields), layout=layout, transfer=transfer)
+        abi = state_abi({**loaded.spec.abi_fields(), "weights": digest})
+        facts = replace(facts, weights_digest=digest, state_abi=abi)
+        service = SnapshotService(snapshots, state_abi=abi, layout=layout, transfer=loaded.executor.transfer)
     return LLMEngine(
         config,
         loaded.executor,
@@ -116,4 +125,5 @@ def load_engine(
         eos_ids=loaded.eos_ids,
         snapshots=service,
         transfer=loaded.executor.transfer,
+        facts=facts,
     )

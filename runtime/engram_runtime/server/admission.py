@@ -29,6 +29,7 @@ class Admission:
         self._reason = "the model is loading"
         self._empty = asyncio.Event()
         self._empty.set()
+        self._active_at = time.monotonic()
         self._finished: deque[tuple[float, int]] = deque(maxlen=64)
 
     @property
@@ -43,7 +44,13 @@ class Admission:
     def inside(self) -> int:
         return self._inside
 
+    @property
+    def idle_seconds(self) -> float:
+        """Since the last request left, or the door opened; 0 while one is inside."""
+        return 0.0 if self._inside else time.monotonic() - self._active_at
+
     def move(self, phase: Phase, reason: str) -> None:
+        self._active_at = time.monotonic()
         self._phase, self._reason = phase, reason
 
     def check_open(self) -> None:
@@ -71,6 +78,7 @@ class Admission:
             yield
         finally:
             self._inside -= sequences
+            self._active_at = time.monotonic()
             self._finished.append((time.monotonic(), sequences))
             if self._inside == 0:
                 self._empty.set()

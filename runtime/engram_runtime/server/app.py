@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 
 from engram_runtime.server import (
     admin,
+    admin_snapshots,
     chat_completions,
     completions,
     errors,
@@ -71,9 +72,9 @@ def public_app(state: ServerState) -> FastAPI:
 
 
 def admin_app(state: ServerState) -> FastAPI:
-    """Port `admin`: metrics, drain, and the snapshot calls for any tenant."""
-    app = _app("Engram admin", state, state.tenants.identify_admin, OPEN_PATHS | {"/metrics"})
-    for router in (health.router, public, snapshots.router, admin.router):
+    """Port `admin`: metrics, drain, all snapshots by hashes, and the snapshot calls for any tenant."""
+    app = _app("Engram admin", state, state.admin.identify, OPEN_PATHS | {"/metrics"})
+    for router in (health.router, public, snapshots.router, admin.router, admin_snapshots.router):
         app.include_router(router)
     return app
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engram_runtime.server.admin_auth import AdminAccounts
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -17,6 +19,8 @@ class ServerConfig:
     """None: the same as host."""
     admin_port: int = 8001
     api_keys_dir: Path | None = None
+    admin_accounts: AdminAccounts | None = None
+    """Service accounts that administer this server besides the holders of admin keys."""
     max_num_seqs: int = 64
     """Sequences the engine runs at once; what is admitted beyond them waits."""
     max_queue: int = 256

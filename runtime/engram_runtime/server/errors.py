@@ -26,6 +26,18 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+# A tier's reason as a condition says it; what is not here is Degraded.
+STORE_REASONS = {
+    "AccessDenied": "AccessDenied",
+    "CredentialsMissing": "AccessDenied",
+    "CredentialsRefused": "AccessDenied",
+    "PermissionDenied": "AccessDenied",
+    "BucketMissing": "BucketNotFound",
+    "Certificate": "TLSError",
+    "Unreachable": "Unreachable",
+    "Timeout": "Unreachable",
+    "ConnectionLost": "Unreachable",
+}
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
@@ -61,6 +73,11 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
+def store_reason(reason: str) -> str:
+    """AccessDenied, BucketNotFound, TLSError, Unreachable or Degraded."""
+    return STORE_REASONS.get(reason, "Degraded")
+
+
 def translate(error: BaseException) -> ApiError:
     """What a client should see of an error from below the server."""
     match error:
@@ -77,7 +94,10 @@ def translate(error: BaseException) -> ApiError:
         case EngineDeadError():
             return ApiError(503, f"the engine stopped: {error}", code="engine_dead", retry_after=5)
         case SnapshotError():
-            return ApiError(503, str(error), code="snapshot_unavailable", retry_after=5)
+            unavailable = ApiError(503, str(error), code="snapshot_unavailable", retry_after=5)
+            # For the operator, whose conditions carry the word; people have the message.
+            unavailable.headers["x-engram-store-reason"] = store_reason(getattr(error, "reason", ""))
+            return unavailable
         case _:
             return ApiError(500, f"internal error: {type(error).__name__}")
 

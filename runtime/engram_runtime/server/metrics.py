@@ -111,13 +111,19 @@ class Metrics:
     def rewarm(self, result: str) -> None:
         self._rewarm.labels(result).inc()
 
+    def stats(self) -> EngineStats:
+        """A reading of the engine, whose observations go into the histograms: nobody else may take them."""
+        if self._collector is None:
+            return EngineStats()
+        stats = self._collector.read()
+        for name, histogram in self._histograms:
+            for value in getattr(stats, name):
+                histogram.observe(value)
+        return stats
+
     def render(self) -> bytes:
         """Prometheus text format. Reads the engine once, so that all numbers of a scrape are of one moment."""
-        if self._collector is not None:
-            stats = self._collector.read()
-            for name, histogram in self._histograms:
-                for value in getattr(stats, name):
-                    histogram.observe(value)
+        self.stats()
         return generate_latest(self.registry)
 
 

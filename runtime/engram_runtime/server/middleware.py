@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +24,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Observe = Callable[[Scope, int, float], None]
-Identify = Callable[[Headers, str | None], Principal]
+Identify = Callable[[Headers, str | None], Principal | Awaitable[Principal]]
 
 
 def has_lone_surrogate(body: bytes) -> bool:
@@ -83,7 +83,8 @@ class Authenticate:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             client = scope.get("client")
             try:
-                principal = self._identify(Headers(scope=scope), client[0] if client else None)
+                found = self._identify(Headers(scope=scope), client[0] if client else None)
+                principal = await found if isinstance(found, Awaitable) else found
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
+from engram_runtime.server.admin_auth import AdminDoor
 from engram_runtime.server.admission import Admission
 from engram_runtime.server.chat import ChatRenderer
 from engram_runtime.server.config import ServerConfig
@@ -49,6 +50,7 @@ class ServerState:
     config: ServerConfig
     admission: Admission
     tenants: Tenants
+    admin: AdminDoor
     metrics: Metrics
     recent: RecentTurns
     dates: PinnedDates
@@ -59,10 +61,12 @@ class ServerState:
 
     @classmethod
     def of(cls, config: ServerConfig) -> ServerState:
+        tenants = Tenants(config.api_keys_dir)
         return cls(
             config=config,
             admission=Admission(max_running=config.max_num_seqs, max_queue=config.max_queue),
-            tenants=Tenants(config.api_keys_dir),
+            tenants=tenants,
+            admin=AdminDoor(tenants, config.admin_accounts),
             metrics=Metrics(),
             recent=RecentTurns(config.recent_bytes),
             dates=PinnedDates(),

@@ -54,6 +54,11 @@ class Tenants:
         self._seen: object = None
         self._keys: dict[bytes, Principal] = {}
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is a folder of keys at all."""
+        return self._folder is not None
+
     def identify(self, headers: Mapping[str, str], client_host: str | None) -> Principal:
         """ApiError 401 without a valid key, 403 for a tenant the key may not name."""
         named = headers.get("x-engram-tenant")

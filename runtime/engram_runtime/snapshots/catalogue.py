@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engram_runtime.snapshots.policy.identity import SEGMENT_TOKENS, TokenChain, common_prefix
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef
-from engram_runtime.snapshots.policy.records import Label
+from engram_runtime.snapshots.policy.records import Label, effective_expiry
 
 FINE_GRID = 16  # inside the first segment, so that short chats are found too
 MAX_BUCKET = 64
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def expires(self) -> float | None:
-        return self.manifest.expires if self.label is None or self.label.expires is None else self.label.expires
+        return effective_expiry(self.manifest.expires, self.label)
 
     def expired(self, now: float) -> bool:
         expires = self.expires

@@ -22,6 +22,7 @@ from engram_runtime.snapshots.policy import ids, keys
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.tiers import Tier
 from engram_runtime.snapshots.types import Event, EventPage, SnapshotInfo
+from engram_runtime.snapshots.views import Kind
 
 OVERLAP_SECONDS = 900.0
 MAX_EVENTS = 10_000
@@ -40,17 +41,19 @@ class _Log:
 
 class EventLog:
     """`describe(space, snapshot_id)` reads a snapshot's summary (NotFound when it is gone); `on_gone` is told of
-    tombstones that other writers left."""
+    tombstones that other writers left; `observe(kind, space, snapshot_id)` of every event that is new here."""
 
     def __init__(
         self,
         describe: Callable[[Space, str], SnapshotInfo],
         on_gone: Callable[[Space, str], None],
         clock: Callable[[], float],
+        observe: Callable[[Kind, Space, str], None] = lambda kind, space, snapshot_id: None,
     ) -> None:
         self._describe = describe
         self._on_gone = on_gone
         self._clock = clock
+        self._observe = observe
         self._epoch = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._logs: OrderedDict[Space, _Log] = OrderedDict()
@@ -60,6 +63,7 @@ class EventLog:
             log = self._log(space)
             if snapshot_id not in log.seen:
                 self._append(log, "saved", snapshot_id, snapshot_id, ids.id_time(snapshot_id))
+                self._observe("saved", space, snapshot_id)
 
     def deleted(self, space: Space, event_id: str, snapshot_id: str) -> None:
         with self._lock:
@@ -67,6 +71,7 @@ class EventLog:
             if f"{event_id}/{snapshot_id}" not in log.seen:
                 time = ids.id_time(event_id)
                 self._append(log, "deleted", f"{event_id}/{snapshot_id}", snapshot_id, time)
+                self._observe("deleted", space, snapshot_id)
 
     def page(self, space: Space, tier: Tier | None, after: str | None, limit: int) -> EventPage:
         """ValueError for a cursor that is not one. Trouble in the store leaves what this process knows."""

@@ -11,7 +11,7 @@ from engram_runtime.snapshots.io.store import ObjectInfo, StoreUnavailable
 from engram_runtime.snapshots.policy import keys
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import Manifest
-from engram_runtime.snapshots.policy.records import Label
+from engram_runtime.snapshots.policy.records import Label, effective_expiry
 from engram_runtime.snapshots.policy.retention import SnapshotFacts
 
 
@@ -115,7 +115,7 @@ def facts(
                 turn_number=manifest.turn_number,
                 created=manifest.created,
                 last_used=info.modified,
-                expires=manifest.expires if label is None or label.expires is None else label.expires,
+                expires=effective_expiry(manifest.expires, label),
                 pinned=pinned,
                 nbytes=info.size,
                 files=sizes,

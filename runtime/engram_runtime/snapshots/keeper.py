@@ -54,7 +54,7 @@ class Keeper:
         """NotFound unless it is there, this tenant's, not deleted by anyone, and not expired."""
         ids.check_snapshot_id(snapshot_id)
         record = self._shared.load(self.space(tenant), snapshot_id, tenant)
-        if record.expired(self._shared.clock()) or not self.confirmed(record):
+        if (record.expired(self._shared.clock()) and not self._extended(record)) or not self.confirmed(record):
             raise Deleted(f"snapshot {snapshot_id} does not exist")
         return record
 
@@ -99,6 +99,15 @@ class Keeper:
             return heads
         first = self._shared.catalogue.get(space, newest[0])
         return [newest[0], *heads] if first is not None and not first.tiers else heads
+
+    def _extended(self, record: Record) -> bool:
+        """Whether another replica has pinned it, or put its expiry off, since it was read here."""
+        authority = self._shared.authority
+        if authority is None or authority.name not in record.tiers:
+            return False
+        with suppress(SnapshotError), authority.reading():
+            record.label = authority.repository.read_label(record.space, record.snapshot_id)
+        return not record.expired(self._shared.clock())
 
     def confirmed(self, record: Record) -> bool:
         """Another replica may have deleted it: the authority is asked, and believed when it answers."""
@@ -234,11 +243,16 @@ class Keeper:
     def relabel(self, record: Record, *, tag: str | None, pin: bool | None, ttl_seconds: int | None) -> None:
         if tag is None and pin is None and ttl_seconds is None:
             return
+        known = record.label or Label()
         label = Label(
             record.pinned if pin is None else pin,
             record.tag if tag is None else tag,
-            record.expires if ttl_seconds is None else self._shared.clock() + ttl_seconds,
+            known.expires if ttl_seconds is None else self._shared.clock() + ttl_seconds,
         )
+        self.label(record, label)
+
+    def label(self, record: Record, label: Label) -> None:
+        """SnapshotError when a tier that has the snapshot cannot be told."""
         for tier in self._shared.tiers:
             if tier.name in record.tiers:
                 with tier.writing():
@@ -256,10 +270,10 @@ class Keeper:
             self._undone[record.space, record.snapshot_id] = (record, event_id)
         self._finish_deletion(record, event_id)
 
-    def retry_deletion(self, tenant: str, snapshot_id: str) -> bool:
+    def retry_deletion(self, space: Space, snapshot_id: str) -> bool:
         """True when the snapshot was deleted here before and every tier knows it now; False when it never was."""
         with self._lock:
-            undone = self._undone.get((self._shared.space(tenant), snapshot_id))
+            undone = self._undone.get((space, snapshot_id))
         if undone is None:
             return False
         self._finish_deletion(*undone)

@@ -402,6 +402,8 @@ class Saver:
                 self._on_gone(record)
             else:
                 self._on_saved(record)
+            if record.level:
+                self._shared.outcomes.succeeded()
         with self._idle:
             self._backlog_bytes -= draft.nbytes
         self._write_ended()
@@ -415,6 +417,7 @@ class Saver:
         )
         write.reasons.append(f"{tier.name}: {error}")
         self._shared.counters.add(f"saves_failed.{tier.name}")
+        self._shared.outcomes.failed(f"{tier.name}: {error}")
         if isinstance(error, commits.PieceLost):
             self._forget_file(write.record, error.file)
 
@@ -433,6 +436,7 @@ class Saver:
     ) -> None:
         log.warning("snapshot %s dropped: %s", snapshot_id, reason)
         self._shared.counters.add("saves_dropped")
+        self._shared.outcomes.failed(reason)
         self._done(on_done, SaveResult(snapshot_id, branch_name, (), reason=reason))
 
     def _done(self, on_done: Callable[[SaveResult], None] | None, result: SaveResult) -> None:

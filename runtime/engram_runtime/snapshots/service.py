@@ -27,6 +27,8 @@ from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.io.store import ObjectStore
 from engram_runtime.snapshots.keeper import Keeper
 from engram_runtime.snapshots.loader import Loader
+from engram_runtime.snapshots.outcomes import OutcomeLog
+from engram_runtime.snapshots.overview import Overview
 from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.policy.cost import Speed
 from engram_runtime.snapshots.policy.identity import Keyring
@@ -116,6 +118,7 @@ class SnapshotService:
             sources=FileSources(catalogue, host, tuple(tiers), layout),
             counters=counters,
             clock=clock,
+            outcomes=OutcomeLog(clock),
         )
         self._quota = DiskQuota(config.disk_bytes, self._not_stored_elsewhere, self._evicted, clock)
         for tier in tiers:
@@ -124,7 +127,9 @@ class SnapshotService:
             if not tier.probe():
                 log.warning("snapshot tier %s is off: %s", tier.name, tier.writes.message)
         self._keeper = Keeper(shared, self._quota)
-        self._events = EventLog(self._keeper.describe, self._keeper.learn_gone, clock)
+        self.overview = Overview(shared, self._keeper)
+        self._events = EventLog(self._keeper.describe, self._keeper.learn_gone, clock, self.overview.observe)
+        self.overview.attach(self._events)
         self._keeper.attach(self._events)
         self._saver = Saver(shared, self._quota, self._keeper.saved, self._keeper.erase_everywhere)
         self._loader = Loader(shared)
@@ -186,7 +191,7 @@ class SnapshotService:
         try:
             record = self._keeper.lookup(tenant, snapshot_id)
         except NotFound:
-            self._keeper.retry_deletion(tenant, snapshot_id)
+            self._keeper.retry_deletion(self._keeper.space(tenant), snapshot_id)
             raise
         info = self._keeper.info(record)
         self._keeper.delete(record)
@@ -365,6 +370,9 @@ class SnapshotService:
         pause = min(POLL_SECONDS, interval) if interval else POLL_SECONDS
         while not self._closed.wait(pause):
             try:
+                for tier in self._shared.tiers:
+                    if not tier.writes.healthy and tier.writes.closed:
+                        tier.probe()  # nobody may be writing, and people watch the condition
                 self._keeper.poll()
                 if interval and time.monotonic() >= next_sweep:
                     self.sweep()

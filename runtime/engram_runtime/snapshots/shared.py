@@ -10,6 +10,7 @@ from engram_runtime.snapshots.catalogue import Catalogue, Record
 from engram_runtime.snapshots.io.files import OpenSnapshot
 from engram_runtime.snapshots.io.host_tier import HostTier
 from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.outcomes import OutcomeLog
 from engram_runtime.snapshots.policy.cost import Speed
 from engram_runtime.snapshots.policy.identity import Keyring, TokenChain
 from engram_runtime.snapshots.policy.keys import Space
@@ -34,6 +35,7 @@ class Shared:
     sources: FileSources
     counters: Counters
     clock: Callable[[], float]
+    outcomes: OutcomeLog
 
     def space(self, tenant: str) -> Space:
         return Space.of(self.keyring.namespace(tenant), self.abi)

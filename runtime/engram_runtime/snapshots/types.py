@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
+from engram_runtime.snapshots.views import SnapshotOverview
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -325,6 +326,10 @@ class Snapshots(Protocol):
     Calls that name a snapshot raise errors.NotFound for an unknown, deleted, expired or foreign one, and ValueError
     (field first) for an id that is not one. find() and save() never raise for trouble in a tier.
     """
+
+    @property
+    def overview(self) -> SnapshotOverview:
+        """All tenants at once, for the administrator's port."""
 
     def find(self, query: RestoreQuery) -> Fetched | Miss:
         """Blocking; call it on a worker thread."""

@@ -70,6 +70,9 @@ class Space:
     def label(self, snapshot_id: str) -> str:
         return f"{self.prefix}label/{snapshot_id}"
 
+    def labels(self) -> str:
+        return f"{self.prefix}label/"
+
     def tombstones(self) -> str:
         return f"{self.prefix}gone/"
 

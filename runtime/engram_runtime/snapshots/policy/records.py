@@ -12,6 +12,7 @@ from engram_runtime.snapshots.policy.refs import open_signed, seal
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_TOMBSTONE_IDS = 1000
+NEVER = 253402300799.0  # the year 9999: a label that lifts the expiry of its manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ class Label:
     pinned: bool | None = None
     tag: str | None = None
     expires: float | None = None
+
+
+def effective_expiry(manifest_expires: float | None, label: Label | None) -> float | None:
+    """Unix seconds; None for never."""
+    expires = manifest_expires if label is None or label.expires is None else label.expires
+    return None if expires is None or expires >= NEVER else expires
 
 
 def encode_anchor(anchor: Anchor, name: str, signer: Signer) -> bytes:
