@@ -38,20 +38,31 @@ class CheckFailed(Exception):
 
 
 def check(
-    post: Post, *, model: str, service_url: str, replica_url: str, timeout_s: float, log: Callable[[str], None] = print
+    post: Post,
+    *,
+    model: str,
+    service_url: str,
+    replica_url: str,
+    timeout_s: float,
+    pause_s: float = PAUSE_S,
+    log: Callable[[str], None] = print,
 ) -> None:
     """Three requests: one through the Service, which may have to wake the model, then two turns to one replica.
 
     CheckFailed when no answer comes in time, or when the second turn computed again what the first had computed.
     """
     ends = time.monotonic() + timeout_s
-    reply = _ask(post, service_url, _turn(model, uuid.uuid4().hex, [_said("user", "Say hello.")]), ends)
+
+    def ask(url: str, conversation: str, messages: Sequence[dict[str, str]]) -> Turn:
+        return _ask(post, url, _turn(model, conversation, messages), ends, pause_s)
+
+    reply = ask(service_url, uuid.uuid4().hex, [_said("user", "Say hello.")])
     log(f"{service_url} answers: {_text(reply)!r}")
     conversation = uuid.uuid4().hex
     messages = [_said("user", FIRST)]
-    first = _ask(post, replica_url, _turn(model, conversation, messages), ends)
+    first = ask(replica_url, conversation, messages)
     messages += [_said("assistant", _text(first)), _said("user", SECOND)]
-    second = _ask(post, replica_url, _turn(model, conversation, messages), ends)
+    second = ask(replica_url, conversation, messages)
     for name, turn in (("first", first), ("second", second)):
         tokens = turn.get("usage", {}).get("prompt_tokens")
         said = turn.get("engram", {})
@@ -101,7 +112,7 @@ def _text(reply: Turn) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
-def _ask(post: Post, url: str, body: Turn, ends: float) -> Turn:
+def _ask(post: Post, url: str, body: Turn, ends: float, pause_s: float) -> Turn:
     """One turn, tried again while the model is still starting. CheckFailed at the deadline, or when it is refused."""
     last = "no answer"
     while (left := ends - time.monotonic()) > 0:
@@ -113,7 +124,7 @@ def _ask(post: Post, url: str, body: Turn, ends: float) -> Turn:
                 raise CheckFailed(f"{url}: {last}") from error
         except (OSError, ValueError) as error:
             last = str(error)
-        time.sleep(min(PAUSE_S, max(0.0, ends - time.monotonic())))
+        time.sleep(min(pause_s, max(0.0, ends - time.monotonic())))
     raise CheckFailed(f"{url}: gave up waiting; the last try said: {last}")
 
 
