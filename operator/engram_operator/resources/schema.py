@@ -101,6 +101,16 @@ class Schemas:
             raise ResourceError(problems)
         return admitted
 
+    def defaulted(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """An object that an API server took, with the defaults its definition there may be too old to have.
+
+        Nothing is checked again: a definition may also be newer than this program, with fields it does not know.
+        """
+        schema = self._schemas[document["kind"]]
+        filled: dict[str, Any] = _without_nulls(schema, copy.deepcopy(dict(document)))
+        _fill_defaults(schema, filled)
+        return filled
+
     def _envelope(self, document: Mapping[str, Any]) -> Iterator[str]:
         kind = document.get("kind")
         if kind not in self._schemas:
