@@ -12,11 +12,11 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
 PARALLEL := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install image demo test lint format test-unit test-integration test-gpu bench-gpu bench-provider \
-	bench-conversation openapi clean
+.PHONY: help install image demo test lint format test-unit test-integration test-e2e test-gpu bench-gpu \
+	bench-provider bench-conversation cluster-up cluster-down openapi clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: ## make the virtual environment (done by every target that needs it)
 	@scripts/bootstrap.sh $(VENV)
@@ -25,7 +25,7 @@ demo: install ## a 12-turn chat with real weights that survives a killed engine 
 	$(BIN)/python examples/demo/demo.py --output build/demo.json
 
 test: lint test-unit test-integration ## everything CI runs: lint, unit and integration tests
-	@echo "not run here: gpu tier (make test-gpu, on a machine with a CUDA device)"
+	@echo "not run here: gpu tier (make test-gpu, on a machine with a CUDA device), e2e tier (make test-e2e, as root on Debian)"
 
 lint: install ## ruff, mypy (strict) and the layer contracts
 	$(BIN)/ruff check .
@@ -42,6 +42,17 @@ test-unit: install ## fast tests, in process
 
 test-integration: install ## real servers on loopback, real weights (fetched once)
 	$(PYTEST) $(PARALLEL) tests/integration
+
+# What takes minutes (Go programs, base image, Python environment) is made first, outside of any test's time limit.
+test-e2e: install ## the operator on a real cluster, built from source (root on Debian, Go; KUBECONFIG=... uses another)
+	$(BIN)/python -m tests.e2e.cluster prepare
+	$(PYTEST) tests/e2e
+
+cluster-up: install ## start that cluster and leave it running: test-e2e then uses it
+	$(BIN)/python -m tests.e2e.cluster up
+
+cluster-down: ## remove it
+	$(BIN)/python -m tests.e2e.cluster down
 
 # On a bare GPU machine only torch, triton, transformers and pytest are needed: nothing is installed or fetched.
 test-gpu: ## kernels on a CUDA device

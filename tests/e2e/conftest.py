@@ -78,13 +78,20 @@ class ObjectStore:
         return sorted(item["Key"] for page in pages for item in page.get("Contents", []))
 
 
+TIMINGS: pytest.StashKey[dict[str, float]] = pytest.StashKey()
+RECORDED: pytest.StashKey[list[Path]] = pytest.StashKey()
+TEST_SECONDS = 900  # the first test of a run also waits for the cluster
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIMINGS] = {}
     config.stash[RECORDED] = []
 
 
-TIMINGS: pytest.StashKey[dict[str, float]] = pytest.StashKey()
-RECORDED: pytest.StashKey[list[Path]] = pytest.StashKey()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
 @pytest.fixture(scope="session")

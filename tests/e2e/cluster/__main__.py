@@ -10,12 +10,14 @@ import time
 from tests.e2e.cluster import build, packages, prepare
 from tests.e2e.cluster.cluster import Cluster
 from tests.e2e.cluster.layout import Layout
+from tests.support import radosgw
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build", help="build the cluster's programs (15 minutes, once)")
+    commands.add_parser("prepare", help="make everything that is kept outside the checkout (20 minutes, once)")
+    commands.add_parser("missing", help="say why the end-to-end tests cannot run here, if they cannot")
     up = commands.add_parser("up", help="start it, load the images; it stays until `down`")
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--bare", action="store_true", help="without the engine and operator images")
@@ -29,8 +31,10 @@ def main() -> int:
     arguments = parser.parse_args()
     cluster = Cluster()
     match arguments.command:
-        case "build":
-            print(build.build())
+        case "prepare":
+            return _prepare()
+        case "missing":
+            print(_missing() or "nothing")
         case "up":
             return _up(cluster, arguments.nodes, bare=arguments.bare)
         case "down":
@@ -47,8 +51,26 @@ def main() -> int:
     return 0
 
 
+def _missing() -> str | None:
+    return packages.missing() or radosgw.missing()
+
+
+def _prepare() -> int:
+    """Nothing where it cannot run or another cluster is named: the tests then say so. An error where it must run."""
+    if os.environ.get("KUBECONFIG"):
+        return 0
+    if (reason := _missing()) is not None:
+        print(reason, file=sys.stderr)
+        return 1 if os.environ.get("ENGRAM_REQUIRE_E2E") else 0
+    began = time.monotonic()
+    build.build()
+    made = prepare.prepare()
+    print(prepare.report({**made.timings, "all of it": time.monotonic() - began}), file=sys.stderr)
+    return 0
+
+
 def _up(cluster: Cluster, nodes: int, *, bare: bool) -> int:
-    if (reason := packages.missing()) is not None:
+    if (reason := _missing()) is not None:
         print(reason, file=sys.stderr)
         return 1
     cluster.acquire()

@@ -101,6 +101,13 @@ def _build_one(program: Program, folder: Path) -> None:
     partial.rename(folder / program.name)
 
 
+def prune(pattern: str, keep: int = 2) -> None:
+    """Removes all but the newest few of the cached folders that match; to be called with their lock held."""
+    found = sorted(cache_root().glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found[keep:]:
+        shutil.rmtree(path)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file; the kernel lets go of it however the holder ends."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import shutil
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
 from tests.e2e.cluster import build, certificates, control_plane, network, node
-from tests.e2e.cluster.client import Client, CommandError
+from tests.e2e.cluster.client import DIRECT, Client, CommandError
 from tests.e2e.cluster.daemons import Daemons, end_all, processes
 from tests.e2e.cluster.layout import CONTROL_PLANE, Layout, node_names
 
@@ -177,6 +177,12 @@ class Cluster(Client):
         """Processes of a node whose command line holds `text`, whatever the API says."""
         return [pid for pid in processes(self.layout, name) if text in _command_line(pid)]
 
+    def set_gpus(self, name: str, count: int) -> None:
+        """What a device plugin would report: the scheduler counts them, nothing is behind them. 0 takes them away."""
+        amounts = {"nvidia.com/gpu": str(count)}
+        patch = json.dumps({"status": {"capacity": amounts, "allocatable": amounts}})
+        self.kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
+
     # Records
 
     def collect(self, target: Path) -> None:
@@ -228,7 +234,7 @@ def fingerprint() -> str:
 
 def _dns_ready() -> bool:
     try:
-        urllib.request.urlopen(control_plane.READY_URL, timeout=1).close()
+        DIRECT.open(control_plane.READY_URL, timeout=1).close()
     except OSError:
         return False
     return True

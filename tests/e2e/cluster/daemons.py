@@ -71,7 +71,7 @@ class Daemons:
         while not ready():
             if (ended := self.ended()) or time.monotonic() > until:
                 raise RuntimeError(f"{what} is not ready; ended: {ended or 'nothing'}\n{self.last_words(ended)}")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def last_words(self, daemons: Sequence[str]) -> str:
         logs = [(name, (self.layout.root / "log" / name).read_text(errors="replace")) for name in daemons]

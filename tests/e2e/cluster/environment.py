@@ -32,34 +32,42 @@ def uv() -> str:
 
 
 def environment() -> Path:
-    """The folder of packages; made in one or two minutes when the requirements changed. Readable by everybody."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
-    constraints = (ROOT / "constraints.txt").read_text()
-    digest = hashlib.sha256(repr((wanted, constraints, base.PYTHON, RECIPE)).encode()).hexdigest()[:16]
-    target = build.cache_root() / f"environment-{digest}"
+    """The folder of packages; made in a minute or two when what they resolve to changed. Readable by everybody."""
     with build.locked(build.cache_root() / "environment.lock"):
+        resolved = _resolve()
+        digest = hashlib.sha256(f"{resolved.read_text()} {base.PYTHON} {RECIPE}".encode()).hexdigest()[:16]
+        target = build.cache_root() / f"environment-{digest}"
         if not target.exists():
-            _install(wanted, target)
+            _install(resolved, target)
+            build.prune("environment-????????????????")
     return target
 
 
-def _install(wanted: list[str], target: Path) -> None:
+def _resolve() -> Path:
+    """Exact versions; asked of the index only when the requirements or the constraints changed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    constraints = ROOT / "constraints.txt"
+    digest = hashlib.sha256(repr((wanted, constraints.read_text(), base.PYTHON)).encode()).hexdigest()[:16]
+    target = build.cache_root() / f"resolved-{digest}.txt"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=build.cache_root(), prefix="resolved-") as folder:
+            requirements, made = Path(folder, "requirements.in"), Path(folder, "requirements.txt")
+            requirements.write_text("\n".join(wanted))
+            run_uv(
+                *("pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", base.PYTHON),
+                *("--constraints", str(constraints), "--output-file", str(made), str(requirements)),
+            )
+            made.rename(target)
+    return target
+
+
+def _install(resolved: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=build.cache_root(), prefix="environment-") as folder:
-        requirements, made = Path(folder, "requirements.txt"), Path(folder, "packages")
-        requirements.write_text("\n".join(wanted))
+        made = Path(folder, "packages")
         run_uv(
-            *(
-                "pip",
-                "install",
-                "--quiet",
-                "--target",
-                str(made),
-                "--python-version",
-                base.PYTHON,
-                "--only-binary=:all:",
-            ),
-            *("--compile-bytecode", "--constraints", str(ROOT / "constraints.txt"), "-r", str(requirements)),
+            *("pip", "install", "--quiet", "--target", str(made), "--python-version", base.PYTHON),
+            *("--only-binary=:all:", "--no-deps", "--compile-bytecode", "-r", str(resolved)),
         )
         subprocess.run(["chmod", "-R", "a+rX", str(made)], check=True)
         made.rename(target)

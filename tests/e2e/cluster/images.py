@@ -14,7 +14,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.e2e.cluster import base, build, oci
@@ -94,8 +94,9 @@ def _make_operator(context: Path, name: str) -> oci.Image:
         identity = buildah("pull", "--quiet", f"oci:{images.folder.name}:{base.kept_name()}")
         buildah("tag", identity.strip(), below)
     buildah(
-        *("build", "--pull-never", "--isolation", "chroot", "--network", "none", "--layers", "--target", "operator"),
+        *("build", "--pull-never", "--isolation", "chroot", "--layers", "--target", "operator"),
         *("--build-arg", f"BASE={below}", "--tag", OPERATOR, str(context)),
+        inside=("unshare", "--net"),  # chroot isolation takes the caller's network: one that leads nowhere
     )
     buildah("push", "--disable-compression", "--format", "oci", OPERATOR, f"oci:{images.folder.name}:{name}")
     found = images.find(name)
@@ -130,11 +131,11 @@ def wheelhouse() -> Path:
     return target
 
 
-def buildah(*arguments: str) -> str:
+def buildah(*arguments: str, inside: Sequence[str] = ()) -> str:
     """What it printed. With a storage of its own, so that nothing else of this machine's images is touched."""
     root = build.cache_root() / "buildah"
     storage = ["--root", str(root / "root"), "--runroot", str(root / "run"), "--storage-driver", "overlay"]
-    command = ["buildah", *storage, *arguments]
+    command = [*inside, "buildah", *storage, *arguments]
     done = subprocess.run(
         command, cwd=build.cache_root(), capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
     )

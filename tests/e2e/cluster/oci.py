@@ -73,7 +73,7 @@ class Layout:
     ) -> Image:
         """Writes an image of `layers` above `base`; `config` overrides single fields of the base's (Env is merged)."""
         below = self.manifest(base)["layers"] if base else []
-        inherited = self.config(base) if base else {"config": {}, "rootfs": {"diff_ids": []}}
+        inherited = self.config(base) if base else {"config": {}, "rootfs": {"diff_ids": []}, "history": []}
         merged = {**inherited["config"], **(config or {})}
         merged["Env"] = _merged(inherited["config"].get("Env", []), (config or {}).get("Env", []))
         diffs = [*inherited["rootfs"]["diff_ids"], *(layer["digest"] for layer in layers)]
@@ -82,6 +82,7 @@ class Layout:
             "os": "linux",
             "config": merged,
             "rootfs": {"type": "layers", "diff_ids": diffs},
+            "history": [*inherited["history"], *({"created_by": name} for _ in layers)],  # buildah counts them
         }
         manifest = {
             "schemaVersion": 2,
