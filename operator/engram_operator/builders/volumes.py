@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from engram_operator.builders import naming
 from engram_operator.builders import settings as at
 from engram_operator.resources.model import EngramModel
 from engram_operator.resources.policy import SnapshotPolicy
@@ -54,7 +55,7 @@ def volumes(model: EngramModel, policy: SnapshotPolicy | None, settings: at.Buil
     if settings.operator_account is not None:
         found.append(cluster_identity())
     if model.snapshots.enabled:
-        found += _snapshot_volumes(policy)
+        found += store_volumes(policy)
     if model.accelerator.count > 1:  # NCCL between the ranks; 64 MiB, the default, is too small
         found.append(Volume("shm", at.SHM_PATH, {"emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE}}))
     return found
@@ -96,14 +97,16 @@ def claim_templates(model: EngramModel) -> list[dict[str, Any]]:
     }
     if model.cache.storage_class_name is not None:
         spec["storageClassName"] = model.cache.storage_class_name
-    return [{"metadata": {"name": "cache"}, "spec": spec}]
+    # The claims made from it take the label over, and only so does the operator see one that is not bound.
+    return [{"metadata": {"name": "cache", "labels": {"app.kubernetes.io/managed-by": naming.MANAGER}}, "spec": spec}]
 
 
 def pod_volumes(found: Iterable[Volume]) -> list[dict[str, Any]]:
     return [{"name": volume.name, **volume.source} for volume in found if volume.source is not None]
 
 
-def _snapshot_volumes(policy: SnapshotPolicy | None) -> list[Volume]:
+def store_volumes(policy: SnapshotPolicy | None) -> list[Volume]:
+    """The tenant key, and what the policy's store needs: for whoever reads or writes snapshots."""
     secret, key = (policy.tenant_key if policy else None) or (at.TENANT_KEY_SECRET, at.TENANT_KEY_KEY)
     items = [{"key": key, "path": at.TENANT_KEY_KEY}]
     source: dict[str, Any] = {"secret": {"secretName": secret, "defaultMode": 0o440, "items": items}}

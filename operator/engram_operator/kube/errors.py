@@ -21,6 +21,9 @@ class KubeError(Exception):
         payload = payload or {}
         reason = str(payload.get("reason") or "Unknown")
         message = str(payload.get("message") or f"the API server answered {status}")
+        if status == 500 and "failed to create typed patch object" in message:
+            # A field that the kind does not have: the API server answers as if the fault were its own.
+            return Invalid(status, "Invalid", message)
         if status in _CLASSES:
             return _CLASSES[status](status, reason, message)
         return (Unavailable if status >= 500 else KubeError)(status, reason, message)

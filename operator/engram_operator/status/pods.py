@@ -132,16 +132,17 @@ def _diagnose(pod: Object, warnings: Sequence[str]) -> Trouble:
     if warnings and not _started(pod):
         return _event(warnings[-1])
     engine = container_status(pod, ENGINE)
-    if engine.get("started") and (engine.get("state") or {}).get("running"):
-        said = f": {redact(warnings[-1])}" if warnings else ""
-        return Trouble("Available", "NotReady", f"the engine runs and is not ready{said}", passing=not warnings)
+    if engine.get("started") and "running" in (engine.get("state") or {}):
+        probes = [note for note in warnings if "probe" in note.lower()]
+        said = f": {redact(probes[-1])}" if probes else ""
+        return Trouble("Available", "NotReady", f"the engine runs and is not ready{said}", passing=not probes)
     return Trouble("Available", "Loading", _loading(pod, engine), passing=True)
 
 
 def _loading(pod: Object, engine: Object) -> str:
-    if (engine.get("state") or {}).get("running"):
+    if "running" in (engine.get("state") or {}):
         return "the engine loads the model"
-    if (container_status(pod, MODEL_INIT).get("state") or {}).get("running"):
+    if "running" in (container_status(pod, MODEL_INIT).get("state") or {}):
         return "the weights are fetched or checked"
     return "the pod is being started" if condition(pod, "PodScheduled") else "waits for the scheduler"
 
