@@ -41,7 +41,7 @@ test-unit: install ## fast tests, in process
 	$(PYTEST) $(PARALLEL) tests/unit
 
 test-integration: install ## real servers on loopback, real weights (fetched once)
-	$(PYTEST) $(PARALLEL) tests/integration
+	$(PYTEST) $(PARALLEL) --no-loadscope-reorder tests/integration
 
 # What takes minutes (Go programs, base image, Python environment) is made first, outside of any test's time limit.
 test-e2e: install ## the operator on a real cluster, built from source (root on Debian, Go; KUBECONFIG=... uses another)

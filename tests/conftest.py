@@ -45,7 +45,9 @@ def _cuda_missing() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    grouped = getattr(config.option, "loadgroup", False)  # of an xdist worker
     root = Path(__file__).parent
     missing: str | None = None
     checked = False
@@ -54,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not parts or parts[0] not in TIERS:
             continue
         item.add_marker(parts[0])
+        if grouped and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("/".join(parts)))
         if parts[0] == "gpu":
             if not checked:
                 missing, checked = _cuda_missing(), True
