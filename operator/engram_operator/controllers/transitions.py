@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Reasons that pass by themselves: a status has them, nobody needs to be called.
+# Reasons that pass by themselves, or that whoever acts on them tells of: a status has them, nobody needs to be called.
 QUIET = frozenset(
     {
         "NoReadyReplicas", "NoPods", "Loading", "Waiting", "WaitingForScheduler", "Downloading", "Checking",
-        "Terminating", "Suspended", "Deleting", "Unknown", "NotReady",
+        "Terminating", "Suspended", "Deleting", "Unknown", "NotReady", "NodeLost",
     }
 )  # fmt: skip
 
