@@ -50,6 +50,9 @@ class Applier:
     def __init__(self, kube: Kube, cache: Cache) -> None:
         self._kube = kube
         self._cache = cache
+        # What the server made of objects that it keeps in another form than they were sent: applying those again
+        # would change nothing, for ever. By kind, namespace and name: the hash of ours, and of theirs.
+        self._settled: dict[tuple[Kind, str, str], tuple[str, str]] = {}
 
     def live(self, obj: Mapping[str, Any]) -> Object | None:
         metadata = obj["metadata"]
@@ -58,7 +61,12 @@ class Applier:
     def differs(self, obj: Mapping[str, Any]) -> bool:
         """Whether `ensure` would write."""
         live = self.live(obj)
-        return live is None or not in_force(obj, live)
+        if live is None:
+            return True
+        if in_force(obj, live):
+            return False
+        settled = self._settled.get(_place(obj))
+        return settled is None or settled != (fingerprint(dict(obj)), _shape(live))
 
     async def check(self, obj: Object) -> None:
         """Have the API server judge the object without storing it. Invalid and Forbidden say what is wrong."""
@@ -71,7 +79,11 @@ class Applier:
         if not self.differs(obj):
             return False
         await self._claim(obj)
-        await self._kube.apply(stamped(obj))
+        result = await self._kube.apply(stamped(obj))
+        if in_force(obj, result):
+            self._settled.pop(_place(obj), None)
+        else:
+            self._settled[_place(obj)] = (fingerprint(dict(obj)), _shape(result))
         return True
 
     async def ensure_unwatched(self, obj: Object) -> bool:
@@ -122,6 +134,16 @@ def _owner_names(obj: Mapping[str, Any]) -> set[str]:
     return {str(reference["name"]) for reference in obj["metadata"].get("ownerReferences") or ()}
 
 
+def _place(obj: Mapping[str, Any]) -> tuple[Kind, str, str]:
+    return kind_of(obj), str(obj["metadata"]["namespace"]), str(obj["metadata"]["name"])
+
+
+def _shape(live: Mapping[str, Any]) -> str:
+    """Hash of what a user may write of an object."""
+    metadata = {key: live["metadata"].get(key) for key in ("uid", "labels", "annotations", "ownerReferences")}
+    return fingerprint({**{k: v for k, v in live.items() if k != "status"}, "metadata": metadata})
+
+
 def stamped(obj: Mapping[str, Any]) -> Object:
     """The object with the hash of itself among its annotations."""
     result = copy.deepcopy(dict(obj))
@@ -139,7 +161,7 @@ def in_force(obj: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
 def carries(live: Any, ours: Any, field: str = "", parent: str = "") -> bool:
     """Whether every field of ours is in `live` with our value. An API server leaves out what is empty or false."""
     if live is None:
-        return not ours and ours != ""
+        return not ours
     if isinstance(ours, Mapping):
         if not isinstance(live, Mapping):
             return False

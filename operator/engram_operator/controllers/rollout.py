@@ -21,6 +21,7 @@ from typing import Any
 from engram_operator.builders.naming import RENDERER_ANNOTATION
 from engram_operator.builders.settings import ENGINE
 from engram_operator.kube.client import Object, fingerprint
+from engram_operator.resources.quantity import parse_quantity
 from engram_operator.settings import RollPolicy
 
 RENDERED = "engram.dev/rendered"
@@ -109,7 +110,7 @@ def immutable_problems(rendered: Mapping[str, Any], live: Mapping[str, Any]) -> 
     if bool(before) != bool(after):
         problems.append("spec.cache.claimName: cannot be set or taken away later")
     for (_, size, storage_class), (_, new_size, new_class) in zip(before, after, strict=False):
-        if size != new_size:
+        if parse_quantity(size) != parse_quantity(new_size):
             problems.append(f"spec.cache.size: cannot change from {size} to {new_size}")
         if new_class is not None and storage_class != new_class:
             problems.append(f"spec.cache.storageClassName: cannot change from {storage_class} to {new_class}")
