@@ -17,7 +17,6 @@ from engram_operator.status.pods import (
     is_terminating,
     last_progress,
     parse_time,
-    termination,
     worst,
 )
 from engram_operator.status.redact import redact
@@ -88,7 +87,7 @@ def model_cached(seen: Observed) -> Condition:
         ended = state.get("terminated")
         if ended is not None and ended.get("exitCode") == 0:
             done.append(pod)
-            words = words or redact(termination(ended)[0])
+            words = words or redact(str(ended.get("message") or ""))
         elif state.get("running") is not None:
             running.append((pod["metadata"]["name"], state["running"].get("startedAt")))
     if running:

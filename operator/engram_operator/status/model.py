@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,9 +12,10 @@ from engram_operator.builders.settings import ENGINE, HTTP_PORT, MODEL_INIT
 from engram_operator.status import conditions as of
 from engram_operator.status.conditions import Condition
 from engram_operator.status.observed import Observed, Refusal
-from engram_operator.status.pods import Object, container_status, is_ready, termination, worst
+from engram_operator.status.pods import Object, container_status, is_ready, worst
 from engram_operator.status.redact import redact
 
+_REVISION = re.compile(r"\brevision\W{1,4}([0-9a-f]{40})\b")  # as `engram fetch` ends
 STAMP = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -142,8 +144,8 @@ def _resolved(seen: Observed) -> str | None:
     """The commit that the newest download says it has."""
     for pod in seen.by_ordinal():
         ended = (container_status(pod, MODEL_INIT).get("state") or {}).get("terminated")
-        if ended is not None and (revision := termination(ended)[1].get("revision")):
-            return redact(str(revision), 128)
+        if ended is not None and (found := _REVISION.search(str(ended.get("message") or ""))) is not None:
+            return found[1]
     return None
 
 

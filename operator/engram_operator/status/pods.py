@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,29 +204,16 @@ def _container(entry: Object, warnings: Sequence[str]) -> Trouble | None:
 
 def _ended(name: str, ended: Object, restarts: int, *, backing_off: bool = False, running: bool = False) -> Trouble:
     code, why = ended.get("exitCode"), str(ended.get("reason") or "")
-    said = redact(termination(ended)[0])
+    said = redact(str(ended.get("message") or ""))
     how = f"exit code {code}" + (f" ({why})" if why not in ("", "Error", "Completed") else "")
     count = f", {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
     message = f"container {name}: {how}{count}" + (f": {said}" if said else "")
     if name == MODEL_INIT:
-        full = re.search(r"no space left|ENOSPC|disk quota|not enough (?:free )?space", said, re.I)
+        full = re.search(r"no ?space|ENOSPC|disk quota", said, re.I)
         return Trouble("ModelCached", "NoSpace" if full else "DownloadFailed", message)
     if why == "OOMKilled":
         return Trouble("Available", "OOMKilled", message)
     return Trouble("Available", "CrashLoopBackOff" if backing_off or restarts else "ContainerExited", message, running)
-
-
-def termination(ended: Object) -> tuple[str, Mapping[str, Any]]:
-    """What a container left: its message, and the fields when it wrote JSON with a message."""
-    text = str(ended.get("message") or "").strip()
-    if text.startswith("{"):
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            return text, {}
-        if isinstance(fields, dict):
-            return str(fields.get("message") or ""), fields
-    return text, {}
 
 
 def _missing(message: str) -> Trouble | None:

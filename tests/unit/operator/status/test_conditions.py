@@ -583,10 +583,13 @@ def test_counts_and_facts() -> None:
 
 
 def test_the_commit_of_a_download_is_recorded() -> None:
-    message = '{"message": "41 GB in 80 s", "revision": "0123abc"}'
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    message = f"/cache/models/x: complete at revision {commit}, 5 files, 41Gi"
     seen = observed(pod(init={"state": {"terminated": {"exitCode": 0, "message": message}}}))
-    assert status_of(seen, NOW).status["model"]["resolvedRevision"] == "0123abc"
-    assert condition(seen, "ModelCached")[2] == "41 GB in 80 s"
+    assert status_of(seen, NOW).status["model"]["resolvedRevision"] == commit
+    assert condition(seen, "ModelCached")[2] == message
+    later = observed(pod(), model=model(status=status_of(seen, NOW).status))
+    assert status_of(later, NOW).status["model"]["resolvedRevision"] == commit, "an answer once is kept"
 
 
 def test_several_pods_with_the_same_trouble_are_one_message() -> None:
