@@ -12,7 +12,7 @@ from typing import Any
 from engram_operator.builders import naming
 from engram_operator.builders import settings as at
 from engram_operator.builders.commands import admin_args
-from engram_operator.builders.pod import NO_NETWORK, USER, container_security
+from engram_operator.builders.pod import NO_NETWORK, USER, container_security, node_lost_tolerations
 from engram_operator.builders.volumes import Volume, cluster_identity, pod_volumes
 
 # How long a held request may wait at most, and so how long the pod may take to end.
@@ -103,6 +103,7 @@ def _pod(volumes: list[Volume], settings: at.BuildSettings) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
+        "tolerations": node_lost_tolerations(),
         "volumes": pod_volumes(volumes),
     }
     if settings.image_pull_secrets:

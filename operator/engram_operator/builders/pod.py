@@ -45,6 +45,19 @@ def container_security() -> dict[str, Any]:
     }
 
 
+def node_lost_tolerations() -> list[dict[str, Any]]:
+    """How long a pod stays on a node that went away; Kubernetes' own five minutes are an outage."""
+    return [
+        {
+            "key": f"node.kubernetes.io/{state}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": NODE_LOST_SECONDS,
+        }
+        for state in ("not-ready", "unreachable")
+    ]
+
+
 def pod_template(model: EngramModel, policy: SnapshotPolicy | None, settings: at.BuildSettings) -> dict[str, Any]:
     """metadata and spec of the pods, before podTemplate is applied."""
     found = volumes.volumes(model, policy, settings)
@@ -183,11 +196,7 @@ def _resources(model: EngramModel) -> dict[str, Any]:
 
 def _scheduling(model: EngramModel) -> dict[str, Any]:
     wanted, name = model.scheduling, model.accelerator.resource_name
-    lost = [
-        {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute"}
-        for state in ("not-ready", "unreachable")
-    ]
-    tolerations: list[dict[str, Any]] = [{**entry, "tolerationSeconds": NODE_LOST_SECONDS} for entry in lost]
+    tolerations = node_lost_tolerations()
     if name:
         tolerations.append({"key": name, "operator": "Exists", "effect": "NoSchedule"})
     tolerations += map(dict, wanted.tolerations)
