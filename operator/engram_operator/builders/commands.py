@@ -124,30 +124,38 @@ def _snapshot_args(model: EngramModel, policy: SnapshotPolicy | None) -> list[st
         args += ["--snapshot-disk-path", DISK_TIER_PATH, "--snapshot-disk", model.snapshots.disk]
     if policy is None:
         return args
-    args += _store_args(policy)
-    triggers, retention = policy.triggers, policy.retention
+    args += store_args(policy, "--snapshot-store")
+    triggers = policy.triggers
     args += ["--snapshot-trigger-turn-end" if triggers.turn_end else "--no-snapshot-trigger-turn-end"]
     args += ["--snapshot-idle-seconds", str(triggers.idle_seconds)]
     args += ["--snapshot-drain" if triggers.drain else "--no-snapshot-drain"]
     args += ["--snapshot-min-interval-seconds", str(triggers.min_interval_seconds)]
-    args += ["--retention-keep-last", str(retention.keep_last), "--retention-max-age", retention.max_age]
+    args += retention_args(policy)
+    # A suspended policy goes on saving and deletes nothing: no sweeps.
+    return [*args, "--gc-interval-seconds", "0" if policy.suspend else str(policy.retention.gc_interval_seconds)]
+
+
+def retention_args(policy: SnapshotPolicy) -> list[str]:
+    """What stays in the store, for whoever sweeps it."""
+    retention = policy.retention
+    args = ["--retention-keep-last", str(retention.keep_last), "--retention-max-age", retention.max_age]
     if retention.max_conversations is not None:
         args += ["--retention-max-conversations", str(retention.max_conversations)]
     if retention.max_total_size is not None:
         args += ["--retention-max-total-size", retention.max_total_size]
-    # A suspended policy goes on saving and deletes nothing: no sweeps.
-    return [*args, "--gc-interval-seconds", "0" if policy.suspend else str(retention.gc_interval_seconds)]
+    return args
 
 
-def _store_args(policy: SnapshotPolicy) -> list[str]:
+def store_args(policy: SnapshotPolicy, flag: str) -> list[str]:
+    """How the policy's store is reached. `flag` names it: --snapshot-store of a server, --store of a command."""
     storage = policy.storage
     match storage.uri.scheme:
         case "file":
-            return ["--snapshot-store", _literal(storage.uri.text)]
+            return [flag, _literal(storage.uri.text)]
         case "pvc":
-            return ["--snapshot-store", f"file://{at.STORE_PATH}"]
+            return [flag, f"file://{at.STORE_PATH}"]
         case "s3":
-            args = ["--snapshot-store", storage.uri.text, "--s3-region", storage.region]
+            args = [flag, storage.uri.text, "--s3-region", storage.region]
             if storage.endpoint_url:
                 args += ["--s3-endpoint-url", storage.endpoint_url]
             if storage.force_path_style:
