@@ -210,6 +210,16 @@ def snapshots_ready(seen: Observed) -> Condition:
 def up_to_date(seen: Observed) -> Condition:
     if seen.pending is not None:
         return Condition("UpToDate", "False", "OperatorUpgradePending", seen.pending)
+    held: dict[str, str] = {}  # one pod for each set of weights
+    for pod in updated_pods(seen):
+        name = str(pod["metadata"]["name"])
+        report = seen.engines.get(name)
+        if report is not None and report.model_digest:
+            held.setdefault(report.model_digest, name)
+    if len(held) > 1:
+        pods = ", ".join(f"{name} {digest[:12]}" for digest, name in held.items())
+        message = f"replicas of one version hold different weights ({pods}): the source moved; set spec.model.revision"
+        return Condition("UpToDate", "False", "WeightsDiffer", message)
     return Condition("UpToDate", "True", "UpToDate")
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engram_operator.engines.types import EngineStatus, SnapshotCounts, StoreCondition
-from engram_operator.status import Observed
+from engram_operator.status import Observed, status_of
 
 NOW = datetime(2026, 1, 1, 1, tzinfo=UTC)
 AN_HOUR_AGO = "2026-01-01T00:00:00Z"
@@ -132,3 +132,8 @@ def observed(*pods: Any, **parts: Any) -> Observed:
         "pods": tuple(pods),
     }
     return Observed(**{**fields, **parts})
+
+
+def condition(seen: Observed, kind: str) -> tuple[str, str, str]:
+    entry = status_of(seen, NOW).condition(kind)
+    return entry["status"], entry["reason"], entry["message"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from engram_operator.engines.types import SnapshotCounts, StoreCondition
-from engram_operator.status import Observed, Refusal, same_status, status_of
+from engram_operator.engines.types import StoreCondition
+from engram_operator.status import Observed, Refusal, status_of
 from tests.unit.operator.documents import SCHEMAS
 from tests.unit.operator.status.observations import (
     NOW,
     OLD,
+    condition,
     ended,
     model,
     observed,
@@ -33,11 +33,6 @@ QUOTA = (
 )
 PULL = 'Back-off pulling image "engine:1": ErrImagePull: rpc error: code = NotFound desc = not found'
 NOTE = tuple[str, ...]
-
-
-def condition(seen: Observed, kind: str) -> tuple[str, str, str]:
-    entry = status_of(seen, NOW).condition(kind)
-    return entry["status"], entry["reason"], entry["message"]
 
 
 def noted(*notes: str, kind: str = "Pod", name: str = "m-0") -> dict[tuple[str, str], NOTE]:
@@ -527,71 +522,3 @@ def test_the_order_of_pods_does_not_matter() -> None:
         shuffled = list(pods)
         random.Random(seed).shuffle(shuffled)
         assert status_of(observed(*shuffled), NOW).status == expected
-
-
-def test_transition_times_move_with_the_status_only() -> None:
-    first = status_of(observed(unready()), NOW).status
-    times = {entry["type"]: entry["lastTransitionTime"] for entry in first["conditions"]}
-    assert set(times.values()) == {"2026-01-01T01:00:00Z"}
-    later = NOW + timedelta(minutes=5)
-    again = status_of(observed(unready(), model=model(status=first)), later).status
-    assert same_status(first, again), "nothing changed: nothing is written"
-    # another reason, the same status
-    crashed = status_of(observed(ended(1, "boom"), model=model(status=first)), later)
-    assert crashed.condition("Ready")["lastTransitionTime"] == times["Ready"]
-    assert crashed.condition("Ready")["reason"] == "CrashLoopBackOff"
-    up = status_of(observed(pod(), model=model(status=first)), later)
-    assert up.condition("Ready")["lastTransitionTime"] == "2026-01-01T01:05:00Z"
-    assert up.condition("Accepted")["lastTransitionTime"] == times["Accepted"]
-
-
-def test_the_deadline_says_when_to_look_again() -> None:
-    moving = status_of(observed(unready(since="2026-01-01T00:59:00Z"), deadline_seconds=300), NOW)
-    assert moving.condition("Progressing")["status"] == "True"
-    assert moving.look_again == 240
-    assert status_of(observed(pod()), NOW).look_again is None
-    # a rollout that begins counts, however old the pods are
-    since = NOW - timedelta(seconds=10)
-    old = observed(pod(revision="m-old", since=OLD), deadline_seconds=60, since=since)
-    assert status_of(old, NOW).look_again == 50
-
-
-def test_counts_and_facts() -> None:
-    engines = {"m-0": report(), "m-1": report(snapshots=SnapshotCounts(3, 30, 5.0, 6.0, "denied: https://s3/x?sig=1"))}
-    shared = status_of(observed(pod(0), pod(1), unready(2), snapshots="Store", engines=engines), NOW).status
-    assert shared["snapshots"] == {
-        "count": 3,
-        "totalBytes": 30,
-        "lastSuccessTime": "1970-01-01T00:00:05Z",
-        "lastFailureTime": "1970-01-01T00:00:06Z",
-        "lastError": "denied: https://s3/x",
-    }
-    own = status_of(observed(pod(0), pod(1), engines=engines), NOW).status
-    assert own["snapshots"]["count"] == 5, "tiers of their own add up"
-    assert {k: shared[k] for k in ("replicas", "desiredReplicas", "readyReplicas", "updatedReplicas")} == {
-        "replicas": 3, "desiredReplicas": 3, "readyReplicas": 2, "updatedReplicas": 3,
-    }  # fmt: skip
-    assert shared["model"] == {
-        "name": "M", "digest": "sha", "architecture": "llama", "weightBytes": 10, "stateBytes": 5, "stateABI": "abi",
-    }  # fmt: skip
-    assert shared["selector"] == "app.kubernetes.io/instance=m,app.kubernetes.io/name=engram-engine"
-    assert (shared["url"], shared["image"]) == ("http://m.ns.svc:8000", "engine:1")
-    # what engines said is kept while none answers
-    asleep = status_of(observed(wanted=0, mode="Asleep", model=model(status=shared), snapshots="Store"), NOW).status
-    assert asleep["model"] == shared["model"]
-    assert asleep["snapshots"] == shared["snapshots"]
-
-
-def test_the_commit_of_a_download_is_recorded() -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    message = f"/cache/models/x: complete at revision {commit}, 5 files, 41Gi"
-    seen = observed(pod(init={"state": {"terminated": {"exitCode": 0, "message": message}}}))
-    assert status_of(seen, NOW).status["model"]["resolvedRevision"] == commit
-    assert condition(seen, "ModelCached")[2] == message
-    later = observed(pod(), model=model(status=status_of(seen, NOW).status))
-    assert status_of(later, NOW).status["model"]["resolvedRevision"] == commit, "an answer once is kept"
-
-
-def test_several_pods_with_the_same_trouble_are_one_message() -> None:
-    found = condition(observed(ended(1, "boom"), ended(1, "boom"), ended(1, "boom")), "Ready")
-    assert "(and 2 other pods)" in found[2]
