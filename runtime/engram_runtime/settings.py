@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -22,6 +22,12 @@ class Settings:
     """ENGRAM_BASE_URL: server that `engram chat` and `engram snapshots` talk to."""
     api_key: str | None = None
     """ENGRAM_API_KEY: key they send."""
+    pod_namespace: str | None = None
+    """POD_NAMESPACE: where `engram activator` runs, as the operator sets it."""
+    hf_endpoint: str | None = None
+    """HF_ENDPOINT: the model hub, or a mirror of it, that `engram fetch` asks."""
+    hf_token: str | None = field(default=None, repr=False)
+    """HF_TOKEN: what it shows there."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -31,6 +37,9 @@ class Settings:
             cache_dir=_xdg(env, "XDG_CACHE_HOME", ".cache") / "engram",
             base_url=env.get("ENGRAM_BASE_URL") or None,
             api_key=env.get("ENGRAM_API_KEY") or None,
+            pod_namespace=env.get("POD_NAMESPACE") or None,
+            hf_endpoint=env.get("HF_ENDPOINT") or None,
+            hf_token=env.get("HF_TOKEN") or None,
         )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.metadata import version as installed_version
 from typing import Any
 
-from engram_runtime.cli import batch, chat, fetch, ops, serve, snapshots
+from engram_runtime.cli import activator, batch, chat, fetch, ops, serve, snapshots
 from engram_runtime.cli.lazy import CommandError, missing_extra
 
 GROUP = "engram.commands"
-BUILT_IN = (serve, chat, batch, snapshots, ops, fetch)
+BUILT_IN = (serve, chat, batch, snapshots, ops, fetch, activator)
 # Fields whose flag is not their own name.
 FLAGS = {
     "store_uri": "--snapshot-store",
@@ -26,6 +28,8 @@ FLAGS = {
     "max_total_bytes": "--retention-max-total-size",
     "op_overrides": "--op",
     "max_body_bytes": "--max-body-size",
+    "max_held_bytes": "--max-held-size",
+    "poll_seconds": "--poll-interval",
     "save_idle_seconds": "--snapshot-idle-seconds",
     "save_min_interval_seconds": "--snapshot-min-interval-seconds",
 }
@@ -70,6 +74,10 @@ def _fail(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. 1 with one line on stderr for what the user can mend, 130 for Ctrl+C."""
+    if os.getpid() == 1:
+        # The first process of a container has no default action for a signal: until a command handles SIGTERM itself,
+        # a download could only be killed, after the pod's whole grace period.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
     try:
         # The commands of other packages are imported here, so it takes long enough to be interrupted.
         options = build_parser().parse_args(argv)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from engram_runtime.cli.admin import add_admin_flags
 from engram_runtime.cli.lazy import load
 from engram_runtime.cli.quantities import override, seconds, size
 from engram_runtime.cli.s3 import add_s3_flags
@@ -21,12 +22,7 @@ def register(commands: Any) -> None:
     )
     add_model_flags(parser)
     add_server_flags(parser.add_argument_group("server"))
-    add_admin_flags(
-        parser.add_argument_group(
-            "admin port in a cluster",
-            "Service accounts that may use the admin port beside those with an admin key; the first three go together.",
-        )
-    )
+    add_admin_flags(parser)
     add_snapshot_flags(parser.add_argument_group("snapshots"))
     parser.set_defaults(func=run)
 
@@ -103,28 +99,6 @@ def add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="from SIGTERM to exit (default: 30)"
-    )
-
-
-def add_admin_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--admin-audience", metavar="NAME", help="what their tokens must be made for, e.g. engram.dev")
-    group.add_argument(
-        "--admin-subject",
-        action="append",
-        default=[],
-        metavar="system:serviceaccount:NS:NAME",
-        help="an account; may be given again",
-    )
-    group.add_argument(
-        "--admin-issuer-url",
-        metavar="URL",
-        help="where the cluster's key set is read, e.g. https://kubernetes.default.svc",
-    )
-    group.add_argument(
-        "--admin-jwks-token-file", type=Path, metavar="FILE", help="token to read the key set with (default: none)"
-    )
-    group.add_argument(
-        "--admin-jwks-ca-file", type=Path, metavar="FILE", help="authority of that server (default: the system's)"
     )
 
 

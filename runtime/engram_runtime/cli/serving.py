@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engram_runtime.cli.admin import admin_accounts
 from engram_runtime.cli.s3 import s3_options
 from engram_runtime.engine.config import EngineConfig
-from engram_runtime.server.admin_auth import AdminAccounts
 from engram_runtime.server.config import ServerConfig
 from engram_runtime.server.lifecycle import serve
 from engram_runtime.server.tenant_key import local_tenant_key, read_tenant_key
@@ -55,28 +55,6 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
         save_idle_seconds=options.snapshot_idle_seconds,
         save_min_interval_seconds=options.snapshot_min_interval_seconds,
         save_on_drain=options.snapshot_drain,
-    )
-
-
-def admin_accounts(options: argparse.Namespace) -> AdminAccounts | None:
-    """None without the flags. ValueError when only some of those that go together are given."""
-    needed = {
-        "admin_audience": options.admin_audience,
-        "admin_subject": options.admin_subject,
-        "admin_issuer_url": options.admin_issuer_url,
-    }
-    more = (options.admin_jwks_token_file, options.admin_jwks_ca_file)
-    if not any(needed.values()) and not any(more):
-        return None
-    for name, value in needed.items():
-        if not value:
-            raise ValueError(f"{name} is needed with the other --admin-* flags")
-    return AdminAccounts(
-        audience=options.admin_audience,
-        subjects=frozenset(options.admin_subject),
-        issuer_url=options.admin_issuer_url,
-        jwks_token_file=options.admin_jwks_token_file,
-        jwks_ca_file=options.admin_jwks_ca_file,
     )
 
 

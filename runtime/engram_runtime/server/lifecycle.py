@@ -11,10 +11,9 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -23,6 +22,7 @@ from fastapi import FastAPI
 from engram_runtime.errors import EngramError
 from engram_runtime.server.app import admin_app, public_app
 from engram_runtime.server.config import ServerConfig
+from engram_runtime.server.listening import Uvicorn, listen
 from engram_runtime.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ LoadEngine = Callable[[], "AsyncLLMEngine"]
 FAILED = 1
 KILLED = 130
 KILL_SECONDS = 5.0
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals belong to the process, not to one of its two ports."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Server:
@@ -55,8 +47,8 @@ class Server:
         self._failure: BaseException | None = None
         # Bound here, so that a port in use is an error before anything is loaded.
         self.sockets = (
-            _listen(config.host, config.port),
-            _listen(config.admin_host or config.host, config.admin_port),
+            listen(config.host, config.port),
+            listen(config.admin_host or config.host, config.admin_port),
         )
 
     @property
@@ -182,25 +174,8 @@ class Server:
         return bool(complete)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """ValueError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle's algorithm off for what is accepted here; with 0 it does not, and
-    # every answer waits 40 ms for a delayed acknowledgement.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ValueError(f"port {port} on {host} cannot be used: {error.strerror or error}") from error
-    sock.listen(2048)
-    sock.setblocking(False)
-    return sock
-
-
-def _uvicorn(app: FastAPI, config: ServerConfig) -> _Uvicorn:
-    return _Uvicorn(
+def _uvicorn(app: FastAPI, config: ServerConfig) -> Uvicorn:
+    return Uvicorn(
         uvicorn.Config(
             app,
             log_config=None,

@@ -14,7 +14,7 @@ from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.main import build_parser, main
 from engram_runtime.cli.quantities import override, seconds, show_size, size
 
-COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "fetch", "up")
+COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "fetch", "activator", "up")
 
 
 def said(capsys, *args):
@@ -97,7 +97,14 @@ def test_help_is_quick_and_light():
         (["snapshots", "show", "x", "--base-url", "http://127.0.0.1:9"], "does not answer"),
         (["ops", "--op", "nothing=torch"], "does not exist"),
         (["ops", "--op", "linear=nothing"], "no such backend"),
-        (["fetch", "hf://org/repo", "--path", "."], "downloads none"),
+        (["activator"], "namespace is needed"),
+        (["activator", "--namespace", "a", "--upstream", "http://x"], "upstream must hold {name}"),
+        (["activator", "--namespace", "a", "--max-waiting", "0"], "--max-waiting must be >= 1"),
+        (["activator", "--namespace", "a", "--max-held-size", "0"], "--max-held-size must be >= 1"),
+        (["fetch", "ftp://org/repo", "--path", "."], "expected hf://"),
+        (["fetch", "hf://a/b/c", "--path", "."], "uri must be hf://"),
+        (["fetch", "s3://b/x", "--revision", "v1", "--path", "."], "--revision is for hf://"),
+        (["fetch", "file:///x", "--revision", "v1", "--path", "."], "--revision is for downloads"),
         (["fetch", "file:///no/such", "--path", "/no/such"], "there is no such folder"),
         ([], "COMMAND"),
     ],

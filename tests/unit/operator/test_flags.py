@@ -7,28 +7,25 @@ from pathlib import Path
 import pytest
 
 from engram_operator.builders import BuildSettings, desired
-from engram_operator.builders.commands import OWNED_FLAGS
 from engram_runtime.cli.main import build_parser
 from tests.unit.operator.documents import model, policy
 from tests.unit.operator.golden_cases import CASES
 
-# `engram fetch` does not download yet; until then it refuses these, as it should. Nor do engines check tokens.
-NOT_YET = {"--credentials-dir", "--revision"} | {flag for flag in OWNED_FLAGS if flag.startswith("--admin-")}
-
 
 def command_lines(case: str) -> list[list[str]]:
-    pod = next(item for item in CASES[case]() if item["kind"] == "StatefulSet")["spec"]["template"]["spec"]
-    containers = [*pod["initContainers"], pod["containers"][0]]
+    workload = next(item for item in CASES[case]() if item["kind"] in ("StatefulSet", "Deployment"))
+    pod = workload["spec"]["template"]["spec"]
+    containers = [*pod.get("initContainers", []), pod["containers"][0]]
     assert all(container["command"] == ["engram"] for container in containers)
     return [container["args"] for container in containers]
 
 
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"activated"}))
+@pytest.mark.parametrize("case", CASES)
 def test_engram_knows_every_flag(case: str) -> None:
     parser = build_parser([])
     for line in command_lines(case):
         _, unknown = parser.parse_known_args(line)
-        assert {word for word in unknown if word.startswith("--")} <= NOT_YET
+        assert unknown == []
 
 
 def test_values_arrive() -> None:

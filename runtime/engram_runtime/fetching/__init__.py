@@ -1,0 +1,1 @@
+"""Brings a checkpoint to a folder: from a model hub or a bucket, checked, resumable, once per volume."""
