@@ -76,7 +76,10 @@ class ActivatorController:
                 await self._applier.ensure(obj)
         except StillGoing:
             return ASK_SECONDS
-        return await self._ask(namespace) if self._someone_sleeps(namespace) else None
+        if self._someone_sleeps(namespace):
+            return await self._ask(namespace)
+        self._held.learn(namespace, None)  # an old answer is worse than none
+        return None
 
     def _owners(self, namespace: str) -> list[tuple[str, str]]:
         """Models that may sleep, or whose Service still points here."""

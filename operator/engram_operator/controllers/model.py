@@ -205,6 +205,7 @@ class ModelController:
             idle=idle,
             held=self._held.of(namespace, name),
             activator_ready=activator_is_ready(self._cache, namespace),
+            now=look.now.timestamp(),
         )
 
     async def _observe(
@@ -274,7 +275,7 @@ class ModelController:
     # Writing
 
     def _plan(self, look: _Look, intent: Intent, now_in: sleep.Stage) -> tuple[Plan, list[Object]]:
-        objects = sleep.put_to(intent.objects, intent.model, now_in)
+        objects = sleep.put_to(intent.objects, intent.model, now_in, look.service, look.now)
         rendered = next(obj for obj in objects if obj["kind"] == "StatefulSet")
         if look.stateful_set is not None and (problems := immutable_problems(rendered, look.stateful_set)):
             raise Unwanted(Refusal("ImmutableFieldChanged", "; ".join(problems)))

@@ -15,12 +15,14 @@ import copy
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from engram_operator.builders import naming
 from engram_operator.kube.client import Object
 from engram_operator.resources import EngramModel
 
 ASLEEP = "engram.dev/asleep"  # on the StatefulSet
+ROUTED = "engram.dev/routed-since"  # on the Service, Unix seconds
 SETTLE_SECONDS = 3.0  # until every node sends new connections to the activator
 ASK_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 30.0
@@ -41,7 +43,7 @@ class Stage(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What decides. `idle`: seconds since the last request of any replica, None when one did not say, or works.
-    `held`: requests that the activator holds for the model, None when it did not say."""
+    `held`: requests that the activator holds for the model, None when it did not say. `now`: Unix seconds."""
 
     stateful_set: Object | None
     service: Object | None
@@ -49,6 +51,7 @@ class Seen:
     idle: float | None
     held: int | None
     activator_ready: bool
+    now: float
 
 
 def may_sleep(model: EngramModel) -> bool:
@@ -78,8 +81,17 @@ def stage(model: EngramModel, seen: Seen) -> Stage:
     if is_routed(seen.service):
         if not seen.ready:
             return Stage.WAKING
-        return Stage.ASLEEP if idle and seen.held == 0 else Stage.AWAKE
+        if not idle or seen.held or not seen.activator_ready:
+            return Stage.AWAKE
+        settled = seen.held == 0 and seen.now - routed_since(seen.service, seen.now) >= SETTLE_SECONDS
+        return Stage.ASLEEP if settled else Stage.FALLING
     return Stage.FALLING if idle and seen.ready and seen.activator_ready else Stage.AWAKE
+
+
+def routed_since(service: Object | None, now: float) -> float:
+    """When the Service was pointed at the activator; `now` when it does not say."""
+    text = (((service or {}).get("metadata") or {}).get("annotations") or {}).get(ROUTED) or ""
+    return min(now, float(text)) if text.isdigit() else now
 
 
 def look_again(model: EngramModel, now_in: Stage, idle: float | None) -> float | None:
@@ -87,9 +99,7 @@ def look_again(model: EngramModel, now_in: Stage, idle: float | None) -> float |
     once, by its own controller."""
     if not may_sleep(model) or now_in is Stage.ASLEEP:
         return None
-    if now_in is Stage.FALLING:
-        return SETTLE_SECONDS
-    if now_in is Stage.WAKING:
+    if now_in in (Stage.FALLING, Stage.WAKING):
         return ASK_SECONDS
     assert model.idle_seconds is not None
     if idle is None:
@@ -97,13 +107,17 @@ def look_again(model: EngramModel, now_in: Stage, idle: float | None) -> float |
     return min(LONGEST_WAIT_SECONDS, max(ASK_SECONDS, model.idle_seconds - idle + 0.5))
 
 
-def put_to(objects: list[Object], model: EngramModel, now_in: Stage) -> list[Object]:
-    """The model's objects with what this stage changes in them."""
+def put_to(
+    objects: list[Object], model: EngramModel, now_in: Stage, service: Object | None, now: datetime
+) -> list[Object]:
+    """The model's objects with what this stage changes in them. `service`: the live one."""
     result = []
     for obj in objects:
         if now_in.routed and obj["kind"] == "Service" and obj["metadata"]["name"] == model.name:
             obj = copy.deepcopy(obj)
             obj["spec"]["selector"] = naming.activator_selector()
+            since = routed_since(service, now.timestamp()) if is_routed(service) else now.timestamp()
+            obj["metadata"]["annotations"][ROUTED] = str(int(since))
         if now_in is Stage.ASLEEP and obj["kind"] == "StatefulSet":
             obj = copy.deepcopy(obj)
             obj["spec"]["replicas"] = 0

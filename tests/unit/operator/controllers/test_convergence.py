@@ -205,13 +205,16 @@ def stripped(found: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
 HASHES = ("engram.dev/applied", "engram.dev/rendered")
 
 
-@given(order=st.lists(st.sampled_from(["policy", "model", "look", "settle", "restart", "later"]), max_size=14))
+STEPS = ["policy", "model", "look", "look", "settle", "restart", "later", "watches lag", "watches catch up"]
+
+
+@given(order=st.lists(st.sampled_from(STEPS), max_size=14))
 @settings(max_examples=8)
 def test_the_order_of_events_does_not_matter(order: list[str]) -> None:
     async def run() -> None:
         world = World()
         made = set()
-        for step in [*order, "policy", "model"]:
+        for step in [*order, "policy", "model", "watches catch up"]:
             if step in ("policy", "model") and step not in made:
                 made.add(step)
                 world.policy() if step == "policy" else world.model(**FULL)
@@ -223,6 +226,11 @@ def test_the_order_of_events_does_not_matter(order: list[str]) -> None:
                 world.restart()
             elif step == "later":
                 world.later(60)
+            elif step == "watches lag":
+                world.kube.follow = False
+            elif step == "watches catch up":
+                world.kube.follow = True
+                world.kube.catch_up()
         await world.steady()
         straight = World()
         straight.policy()

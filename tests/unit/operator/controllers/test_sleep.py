@@ -29,6 +29,8 @@ async def asleep(world: World) -> None:
     world.engines.idle = 100.0
     world.later(100)
     await world.steady()
+    world.later(4)
+    await world.steady()
     assert world.pods() == []
 
 
@@ -99,6 +101,48 @@ async def test_a_request_on_the_old_way_keeps_it_awake() -> None:
     await world.look()
     assert not routed(world)
     assert world.stateful_set()["spec"]["replicas"] == 1
+
+
+async def test_looks_in_between_change_nothing_until_every_node_has_heard() -> None:
+    world = World()
+    world.model(scaleToZero={"idleSeconds": 60})
+    await world.steady()
+    world.engines.idle = 61.0
+    world.later(61)
+    await world.models.reconcile(NS, "m")
+    assert routed(world)
+    before = world.kube.find(SERVICES, NS, "m")
+    for _ in range(3):  # its own write comes back as an event, before the activator was asked at all
+        await world.models.reconcile(NS, "m")
+    assert world.kube.find(SERVICES, NS, "m") == before
+    for _ in range(2):
+        world.later(1)
+        await world.look()
+        assert world.stateful_set()["spec"]["replicas"] == 1
+    assert world.kube.find(SERVICES, NS, "m") == before
+    world.restart()
+    world.later(1)
+    await world.look()
+    assert world.stateful_set()["spec"]["replicas"] == 1, "a new process asks the activator first"
+    await world.look()
+    assert world.stateful_set()["spec"]["replicas"] == 0
+
+
+async def test_what_an_activator_said_long_ago_counts_for_nothing() -> None:
+    world = World()
+    await asleep(world)
+    world.engines.held = {"m": 2}
+    await world.activators.reconcile(NS, "engram-activator")
+    world.engines.idle = 0.0
+    await world.steady()
+    assert not routed(world)
+    world.engines.held = {}
+    await world.look()
+    world.engines.idle = 100.0
+    world.later(100)
+    await world.look()
+    await world.models.reconcile(NS, "m")
+    assert routed(world)
 
 
 async def test_a_model_that_works_or_does_not_answer_never_sleeps() -> None:
@@ -191,16 +235,19 @@ async def test_other_deployments_are_none_of_its_business() -> None:
     assert world.kube.store.requests == []
 
 
+POINTED = {
+    "metadata": {"annotations": {sleep.ROUTED: "1000"}},
+    "spec": {"selector": naming.activator_selector()},
+}
 facts = st.builds(
     Seen,
     stateful_set=st.sampled_from([None, {"metadata": {}}, {"metadata": {"annotations": {sleep.ASLEEP: "true"}}}]),
-    service=st.sampled_from(
-        [None, {"spec": {"selector": {"x": "y"}}}, {"spec": {"selector": naming.activator_selector()}}]
-    ),
+    service=st.sampled_from([None, {"spec": {"selector": {"x": "y"}}}, POINTED]),
     ready=st.integers(0, 2),
     idle=st.one_of(st.none(), st.floats(0, 200)),
     held=st.one_of(st.none(), st.integers(0, 3)),
     activator_ready=st.booleans(),
+    now=st.floats(1000, 2000),
 )
 specs = st.sampled_from(
     [{}, {"scaleToZero": {"idleSeconds": 60}}, {"scaleToZero": {}, "suspend": True}, {"scaleToZero": {}, "replicas": 0}]
@@ -214,6 +261,7 @@ def test_pods_go_only_after_the_way_was_changed_and_nobody_waits(seen: Seen, spe
     if found is Stage.ASLEEP and not was_asleep:
         assert was_routed
         assert seen.held == 0
+        assert seen.now - 1000 >= 3
         assert seen.idle is not None
         assert seen.idle >= 60
     if found is Stage.FALLING:
