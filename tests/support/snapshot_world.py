@@ -50,6 +50,11 @@ class SnapshotWorld:
         await first.__aenter__()  # takes a free port, which the others share
         self._port, self._spare = first.port, first
         self.client = Engines(token, port=self._port, read_s=5.0, change_s=5.0, save_s=2.0, sweep_s=5.0)
+        self._begin()
+        self.store.listeners.append(self._changed)
+        return self
+
+    def _begin(self) -> None:
         settings = OperatorSettings(image="engine:1", identity="test")
         made = snapshot_controllers(
             self.kube,
@@ -61,8 +66,14 @@ class SnapshotWorld:
             Schemas.load(),
         )
         self.controllers = {type(controller).__name__: controller for controller in made}
-        self.store.listeners.append(self._changed)
-        return self
+
+    async def restart(self) -> None:
+        """Another operator, which knows nothing but the cluster."""
+        self._ready.clear()
+        self._timers.clear()
+        self._begin()
+        for (kind, namespace, name), _ in self.store.objects.items():
+            self.enqueue(kind, namespace, name)
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.close()

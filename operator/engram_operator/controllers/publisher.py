@@ -106,7 +106,7 @@ class Publisher:
             return None
         for waiting in self._snapshots.waiting_for(namespace, name):
             self._enqueue(SNAPSHOTS, namespace, waiting)
-        if policy.publish_mode != "Latest" and not self._handles.of_model(namespace, name):
+        if policy.publish_mode == "None" and not self._handles.of_model(namespace, name):
             self._views.pop(key, None)
             return QUIET_S
         view = self._views.setdefault(key, _View(Ledger(policy.publish_limit)))
@@ -158,7 +158,7 @@ class Publisher:
                 self._enqueue(POLICIES, namespace, policy.name)
         if view.left:
             return self._later(view, 1.0, now)
-        if policy.publish_mode != "Latest":
+        if policy.publish_mode == "None":
             return self._later(view, QUIET_S, now)
         recent = view.changed is not None and (now - view.changed).total_seconds() < SLOW_S
         return self._later(view, FAST_S if recent else SLOW_S, now)
