@@ -10,7 +10,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 # One process per core, at most eight: what more would share are the servers that each of them starts.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
-PARALLEL := -n $(WORKERS) --dist loadgroup
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 .PHONY: help install image demo test lint format test-unit test-integration test-e2e test-gpu bench-gpu \
 	bench-provider bench-conversation cluster-up cluster-down openapi clean

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,13 @@ try:  # the GPU tier also runs on a bare machine that has only torch, triton, tr
 except ImportError:
     settings = None
 
+try:
+    from xdist.scheduler import LoadFileScheduling
+except ImportError:
+    LoadFileScheduling = object
+
+from tests.support.groups import group_of
+
 TIERS = ("unit", "integration", "e2e", "gpu")
 
 if settings is not None:
@@ -36,6 +44,21 @@ if settings is not None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+class Grouping(LoadFileScheduling):
+    """A file goes to one process, and so do the tests that share something which takes long to start.
+
+    (xdist's own groups, `--dist loadgroup`, are lost with pytest 9.2: it takes no other node id than its own.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouping | None:
+    return Grouping(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def _cuda_missing() -> str | None:
     """Why GPU tests cannot run here, or None when they can."""
     try:
@@ -45,9 +68,7 @@ def _cuda_missing() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    grouped = getattr(config.option, "loadgroup", False)  # of an xdist worker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     missing: str | None = None
     checked = False
@@ -56,8 +77,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not parts or parts[0] not in TIERS:
             continue
         item.add_marker(parts[0])
-        if grouped and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("/".join(parts)))
         if parts[0] == "gpu":
             if not checked:
                 missing, checked = _cuda_missing(), True

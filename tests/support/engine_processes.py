@@ -1,9 +1,9 @@
 """Real `engram` processes that start fast: one process imports torch once and forks for each command line.
 
-As a program it reads one JSON line per command, {"arguments": [...], "log": PATH}, forks a child that runs the command
-to its end as `engram` would, and answers with the child's process id. What is forked has imported modules and read the
+As a program it reads one JSON line per command, forks a child that runs the command as `engram` would, and answers with
+the child's process id and later with the status it ended with. What is forked has imported modules and read the
 configuration and the tokenizer of a checkpoint (which is what makes transformers import the rest of itself): it has
-computed nothing and started no thread.
+computed nothing and started no thread. Importing takes ten times as long as most of what the tests do with a process.
 """
 
 from __future__ import annotations
@@ -11,19 +11,65 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self
 
 from engram_runtime.loader.config import load_config
 from engram_runtime.loader.tokenizer import load_tokenizer
 
-HEAVY = ("engram_runtime.engine.async_engine", "engram_runtime.cli.serving")
+HEAVY = (
+    "engram_runtime.engine.async_engine",
+    "engram_runtime.cli.serving",
+    "engram_runtime.models.llama",
+    "engram_runtime.models.granitemoehybrid",
+)
+SECONDS = 600.0
+"""How long a process may take to start or to end, unless a test says otherwise."""
+
+
+class EngramProcess:
+    """One `engram ARGUMENTS`."""
+
+    def __init__(self, pid: int, ended: threading.Event) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        """Exit code, or minus the number of the signal that ended it. None while it runs."""
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        assert self._ended.wait(seconds), f"process {self.pid} still runs after {seconds} s"
+        assert self.code is not None
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 class EngineProcesses:
@@ -33,50 +79,84 @@ class EngineProcesses:
         self._model = model
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.support.engine_processes", str(self._model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).parents[2],
         )
-        self._children: list[int] = []
+        self._files = TemporaryDirectory(prefix="engram-processes-")
+        self._runs = 0
+        self._known = threading.Condition()
+        self._processes: dict[int, EngramProcess] = {}
+        self._newest: EngramProcess | None = None
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for child in self._children:
-            if alive(child):
-                os.kill(child, signal.SIGKILL)
-        self._parent.communicate(timeout=30)
-
-    def start(self, arguments: list[str], log: Path) -> int:
-        """Process id of a new `engram ARGUMENTS`, whose output goes to the end of `log`."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGKILL)
         assert self._parent.stdin is not None
+        self._parent.stdin.close()
+        self._parent.wait(SECONDS)
+        self._listener.join(SECONDS)
+        self._files.cleanup()
+
+    def start(
+        self,
+        arguments: Sequence[object],
+        stdout: Path,
+        *,
+        stderr: Path | None = None,
+        stdin: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> EngramProcess:
+        """A new `engram ARGUMENTS`. Output goes to the ends of the files, errors to `stdout` unless they have a file.
+
+        environment: variables besides those of the parent.
+        """
+        order = {
+            "arguments": [str(argument) for argument in arguments],
+            "files": [str(stdin or os.devnull), str(stdout), str(stderr or stdout)],
+            "environment": dict(environment or {}),
+        }
+        assert self._parent.stdin is not None
+        with self._known:
+            self._newest = None
+            self._parent.stdin.write(json.dumps(order) + "\n")
+            self._parent.stdin.flush()
+            assert self._known.wait_for(lambda: self._newest is not None, SECONDS), "no process was forked"
+            assert self._newest is not None
+            return self._newest
+
+    def run(
+        self, arguments: Sequence[object], *, stdin: str = "", environment: Mapping[str, str] | None = None
+    ) -> Done:
+        """`engram ARGUMENTS` to its end."""
+        self._runs += 1
+        names = [Path(self._files.name) / f"{self._runs}.{stream}" for stream in ("in", "out", "err")]
+        names[0].write_text(stdin)
+        process = self.start(arguments, names[1], stderr=names[2], stdin=names[0], environment=environment)
+        code = process.wait()
+        return Done(code, names[1].read_text(), names[2].read_text())
+
+    def _listen(self) -> None:
         assert self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
-        self._parent.stdin.flush()
-        self._children.append(int(self._parent.stdout.readline()))
-        return self._children[-1]
-
-    def kill(self, child: int) -> None:
-        """SIGKILL, and wait until the process is gone."""
-        os.kill(child, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while alive(child):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-
-
-def alive(child: int) -> bool:
-    try:
-        os.kill(child, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        for line in self._parent.stdout:
+            told: dict[str, int] = json.loads(line)
+            with self._known:
+                if "started" in told:
+                    self._newest = self._processes[told["started"]] = EngramProcess(told["started"], threading.Event())
+                    self._known.notify_all()
+                else:
+                    process = self._processes.pop(told["ended"])
+                    process.code = told["code"]
+                    process._ended.set()
 
 
 def _serve_forks(model: Path) -> None:
@@ -87,21 +167,76 @@ def _serve_forks(model: Path) -> None:
     load_tokenizer(model)
     threads = threading.active_count()
     assert threads == 1, f"{threads} threads must not be forked"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the children
-    for line in sys.stdin:
-        order = json.loads(line)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for order in _orders(woken):
+        sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            for stream in (1, 2):
-                os.dup2(log, stream)
-            code = 1
-            try:
-                code = main(order["arguments"])
-            finally:
-                os._exit(code)
-        print(child, flush=True)
+            os.close(woken)
+            os.close(wake)
+            _redirect(order["files"])
+            os.environ.update(order["environment"])
+            _finish(main, order["arguments"])
+        print(json.dumps({"started": child}), flush=True)
+
+
+def _finish(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """Run the command. The process then ends without taking the interpreter down, whose pages it shares."""
+    code = 1
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _orders(woken: int) -> Iterator[dict[str, Any]]:
+    """Whole lines of standard input; between them, whoever ended is reported."""
+    unread = b""
+    with selectors.DefaultSelector() as watch:
+        watch.register(0, selectors.EVENT_READ)
+        watch.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in watch.select():
+                if key.fd == woken:
+                    os.read(woken, 4096)
+                    _report_ended()
+                    continue
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                *lines, unread = (unread + data).split(b"\n")
+                yield from map(json.loads, lines)
+
+
+def _report_ended() -> None:
+    while True:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if child == 0:
+            return
+        print(json.dumps({"ended": child, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _redirect(files: Sequence[str]) -> None:
+    flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, (path, how) in enumerate(zip(files, flags, strict=True)):
+        descriptor = os.open(path, how, 0o600)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Fault:
     drop: bool = False  # close without an answer
     delay: float = 0.0  # seconds before the answer
     pace: float = 0.0  # seconds between chunks
+    hold: threading.Event | None = None  # a stream ends only after this is set
     cut_after: int | None = None  # chunks of a stream before the connection is closed
     error_event: bool = False  # an error inside the stream after the first content
     times: int = 10**9
@@ -103,7 +104,7 @@ class FakeEngine:
         """Bodies of the chat requests so far."""
         return [seen.body for seen in self.requests if seen.path == "/v1/chat/completions"]
 
-    def wait_aborted(self, count: int, seconds: float = 5.0) -> bool:
+    def wait_aborted(self, count: int, seconds: float = 60.0) -> bool:
         end = time.monotonic() + seconds
         while self.aborted < count and time.monotonic() < end:
             time.sleep(0.01)
@@ -242,6 +243,8 @@ class FakeEngine:
             if fault.error_event and count == 4:
                 await self._chunk(writer, {"error": {"message": "engine died", "code": 500}})
                 break
+            while count == 4 and fault.hold is not None and not fault.hold.is_set():
+                await asyncio.sleep(0.01)
             await self._chunk(writer, event)
             await asyncio.sleep(fault.pace)
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")

@@ -22,7 +22,8 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
-from tests.support.s3_process import S3Server, free_port
+from tests.support.ports import free_port
+from tests.support.s3_process import S3Server
 
 ROOT = Path(__file__).parents[2]
 POLICY = (
@@ -30,7 +31,7 @@ POLICY = (
     ',{"Effect":"Allow","Action":"iam:*","Resource":"*"}]}'
 )
 UNSIGNED_REQUESTS = 3
-START_SECONDS = 60
+START_SECONDS = 240
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from engram_runtime.engine.outputs import Collector, RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnReport, TurnSpec
 from engram_runtime.snapshots.types import SnapshotConfig, Snapshots
+from tests.support import patience
 from tests.support.counting import Counted
 
 TIERS = ("gpu", "host", "disk", "store")
@@ -76,7 +77,13 @@ class Site:
 
     def start(self) -> None:
         """A new engine over what the folders hold."""
-        values: dict[str, Any] = {"tenant_key": KEY, "gc_interval_seconds": 0, **self.durable(), **self.snapshots}
+        values: dict[str, Any] = {
+            "tenant_key": KEY,
+            "gc_interval_seconds": 0,
+            **patience.SNAPSHOTS,
+            **self.durable(),
+            **self.snapshots,
+        }
         fields: dict[str, Any] = {
             "max_model_len": WINDOW,
             "kv_cache_tokens": WINDOW,
@@ -86,6 +93,7 @@ class Site:
             "seed": 0,
             "progress": False,
             "device": "cpu",
+            **patience.ENGINE,
             **self.config,
         }
         config = EngineConfig(str(self.model), **fields)
@@ -133,7 +141,7 @@ class Site:
         assert self.engine.snapshots is not None
         return self.engine.snapshots
 
-    def settle(self, seconds: float = 20.0) -> None:
+    def settle(self, seconds: float = 120.0) -> None:
         """Until every boundary was handed over and every save is done."""
         deadline = time.monotonic() + seconds
         while not self.core.idle:

@@ -19,11 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.s3_process import S3Server, free_port
+from tests.support.ports import free_port
+from tests.support.s3_process import S3Server
 
 PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
-START_SECONDS = 90
+START_SECONDS = 240
 ACCESS_KEY, SECRET_KEY = "ENGRAMTESTACCESSKEY1", "engram-test-secret-key-of-forty-letters-"
 CONFIGURATION = """\
 [global]

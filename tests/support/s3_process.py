@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from botocore.config import Config
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.policy.keys import is_ref
+from tests.support import patience
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,15 @@ class S3Server:
     access_key: str
     secret_key: str
     name: str
+    _made: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def client(self) -> Any:
-        """A plain boto3 client, for looking behind the store's back."""
+        """A plain boto3 client, for looking behind the store's back: always the same, because making one takes long."""
+        if not self._made:
+            self._made.append(self._make_client())
+        return self._made[0]
+
+    def _make_client(self) -> Any:
         return boto3.session.Session().client(
             "s3",
             endpoint_url=self.url,
@@ -46,7 +52,6 @@ class S3Server:
         client.create_bucket(Bucket=name)
         if versioned:
             client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
-        client.close()
         return name
 
     def credentials(self, folder: Path) -> Path:
@@ -63,15 +68,10 @@ class S3Server:
             endpoint_url=self.url,
             force_path_style=True,
             credentials_dir=self.credentials(folder),
+            **patience.S3,
         )
         return replace(base, **changes)
 
 
 def open_store(options: S3Options) -> S3Store:
     return S3Store(options, is_ref)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -47,9 +47,9 @@ class Running:
             return function(*args)
 
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(120)
 
-    def wait(self, phase: str, timeout: float = 60.0) -> None:
+    def wait(self, phase: str, timeout: float = 240.0) -> None:
         deadline = time.monotonic() + timeout
         while self.server.state.admission.phase != phase:
             if time.monotonic() > deadline:
@@ -60,7 +60,7 @@ class Running:
         if self.loop is not None and self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.server.stop)
 
-    def join(self, timeout: float = 20.0) -> int | None:
+    def join(self, timeout: float = 120.0) -> int | None:
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "the server did not stop"
         return self.code

@@ -30,6 +30,7 @@ from engram_runtime.snapshots.types import (
     StateLayout,
     TensorSpec,
 )
+from tests.support import patience
 
 KEY = b"0123456789abcdef0123456789abcdef"
 ABI = state_abi({"architecture": "test", "weights": "none"})
@@ -85,7 +86,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 class World:
     root: Path
     layout: StateLayout = DENSE
-    config: SnapshotConfig = field(default_factory=lambda: SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0))
+    config: SnapshotConfig = field(
+        default_factory=lambda: SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, **patience.SNAPSHOTS)
+    )
     disk: bool = True
     store: bool = True
     device: Device = None  # type: ignore[assignment]
@@ -171,7 +174,7 @@ class World:
         """Save and wait until it is as durable as it gets."""
         capture = self.capture(token_ids, conversation, turn, **more)
         self.service.save(capture)
-        assert self.service._saver.wait(30)
+        assert self.service._saver.wait(300)
         return capture
 
     def find(self, token_ids: Sequence[int], tenant: str = "default", **more: Any) -> Any:
@@ -263,6 +266,13 @@ class RecordingStore:
     def delete(self, key: str) -> None:
         self._note("delete", key)
         self.inner.delete(key)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
+    def now(self) -> float | None:
+        return self.inner.now()
 
     def touch(self, key: str) -> None:
         self._note("touch", key)

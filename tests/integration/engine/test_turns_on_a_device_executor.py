@@ -21,6 +21,7 @@ from engram_runtime.models.base import CausalLM
 from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 
@@ -32,13 +33,19 @@ def make_engine(kind: str, model: CausalLM, ops: Ops, folder: Path) -> LLMEngine
     executor: Any = make_executor(kind, model, ops, seqs=4, window=256, tokens=1024)
     folder.mkdir(exist_ok=True)
     service = SnapshotService(
-        SnapshotConfig(tenant_key=b"k" * 32, store_uri=f"file://{folder}", gc_interval_seconds=0),
+        SnapshotConfig(tenant_key=b"k" * 32, store_uri=f"file://{folder}", gc_interval_seconds=0, **patience.SNAPSHOTS),
         state_abi=state_abi(model.spec.abi_fields()),
         layout=state_layout(model.spec),
         transfer=executor.transfer,
     )
     config = EngineConfig(
-        "tiny", max_num_seqs=4, max_num_batched_tokens=64, turn_end_grace_seconds=0.0, progress=False, seed=0
+        "tiny",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        turn_end_grace_seconds=0.0,
+        progress=False,
+        seed=0,
+        **patience.ENGINE,
     )
     return LLMEngine(config, executor, vocab_size=model.spec.vocab_size, snapshots=service, transfer=executor.transfer)
 
@@ -76,6 +83,6 @@ def test_every_turn_in_a_new_process_answers_as_if_nothing_was_forgotten(family:
         assert (report.tier == "store") == (number > 0)
         engine.flush()
         assert engine.snapshots is not None
-        assert engine.snapshots.flush(20.0)
+        assert engine.snapshots.flush(240)
         engine.close()
     remembering.close()

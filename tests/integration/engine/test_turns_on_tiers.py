@@ -23,6 +23,7 @@ from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.integration.engine.conftest import Tiny, run
+from tests.support import patience
 
 Get = Callable[[str], Tiny]
 MakeEngine = Callable[..., LLMEngine]
@@ -46,6 +47,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
             disk_path=tmp_path / "disk" if disk else None,
             store_uri=f"file://{tmp_path}/store" if store else None,
             gc_interval_seconds=0,
+            **patience.SNAPSHOTS,
         )
         service = SnapshotService(
             config,
@@ -55,7 +57,12 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
         )
         engine = LLMEngine(
             EngineConfig(
-                str(one.path), max_num_seqs=4, max_num_batched_tokens=64, turn_end_grace_seconds=0.0, progress=False
+                str(one.path),
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
+                turn_end_grace_seconds=0.0,
+                progress=False,
+                **patience.ENGINE,
             ),
             executor,
             vocab_size=one.model.spec.vocab_size,
@@ -106,7 +113,7 @@ def settle(engine: LLMEngine) -> None:
     """Everything captured so far is durable."""
     assert engine.snapshots is not None
     engine.flush()
-    assert engine.snapshots.flush(20.0)
+    assert engine.snapshots.flush(240)
 
 
 def evict(engine: LLMEngine) -> None:

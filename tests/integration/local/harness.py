@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import stat
 import sys
 import time
@@ -23,6 +22,7 @@ from engram_operator.local.plan import LocalPod, Machine
 from engram_operator.local.secrets import LocalSecrets
 from engram_operator.local.up import ADMIN_OFFSET, LocalCluster, plan_pods
 from engram_operator.resources import Schemas, load_files
+from tests.support.ports import free_base
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 FAST = {"periodSeconds": 0.05, "timeoutSeconds": 2}
@@ -79,15 +79,7 @@ def manifest(
 
 def free_port_base(replicas: int = 1) -> int:
     """A base whose ports, and those 1000 above, are free now."""
-    for base in range(33000 + os.getpid() % 7000, 64000, 7):
-        try:
-            for port in [base + i + offset for i in range(replicas) for offset in (0, ADMIN_OFFSET)]:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise AssertionError("no free ports")
+    return free_base([index + offset for index in range(replicas) for offset in (0, ADMIN_OFFSET)])
 
 
 class Up:
@@ -132,9 +124,9 @@ class Up:
 
     async def finished(self) -> None:
         assert self._task is not None
-        await asyncio.wait_for(asyncio.shield(self._task), 20)
+        await asyncio.wait_for(asyncio.shield(self._task), 120)
 
-    async def until(self, condition: Callable[[], Any], timeout: float = 15) -> Any:
+    async def until(self, condition: Callable[[], Any], timeout: float = 120) -> Any:
         """Wait for a true value; fails with the events so far."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

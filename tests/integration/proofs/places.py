@@ -14,6 +14,7 @@ import transformers
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig, Snapshots
+from tests.support import patience
 from tests.support.counting import Counted
 from tests.support.proofs import KEY
 from tests.support.serving import NAME, Running, serving
@@ -36,8 +37,10 @@ class Place:
         return serving(self._load, **server)
 
     def _load(self) -> AsyncLLMEngine:
-        config = EngineConfig(str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096)
-        snapshots = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, **self.tiers)
+        config = EngineConfig(
+            str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096, **patience.ENGINE
+        )
+        snapshots = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, **patience.SNAPSHOTS, **self.tiers)
         return AsyncLLMEngine.from_config(config, snapshots, registry=self.counted.registry)
 
 
@@ -48,7 +51,7 @@ def user(text: str) -> Message:
 def send(running: Running, messages: list[Message], *, key: str = "", **fields: Any) -> httpx.Response:
     body = {"model": NAME, "messages": messages, "temperature": 0, **fields}
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=240)
 
 
 def post(running: Running, messages: list[Message], **fields: Any) -> dict[str, Any]:
@@ -71,9 +74,9 @@ def service_of(running: Running) -> Snapshots:
 
 def settle(running: Running, *, stored: bool = True) -> None:
     """Until the turn was warmed up for its successor and, with `stored`, is in every tier."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while running.server.state.background:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     if stored:
-        assert service_of(running).flush(30)
+        assert service_of(running).flush(240)

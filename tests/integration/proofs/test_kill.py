@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from engram_runtime.cli.main import main as engram
 from tests.integration.proofs.places import Message, Place, post, reply, user
 from tests.support.engine_processes import EngineProcesses
+from tests.support.ports import free_base
 
 LIVES = 4
 QUESTIONS = [
@@ -32,20 +32,14 @@ QUESTIONS = [
 LENGTH = {"max_tokens": 10, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def processes(checkpoint: Callable[..., Path]) -> Iterator[EngineProcesses]:
-    with EngineProcesses(checkpoint("dense")) as started:
-        yield started
-
-
 class Child:
     """One life of the server after the other, on one port and over the same folders."""
 
     def __init__(self, processes: EngineProcesses, model: Path, folder: Path) -> None:
         self.folder = folder
         self._processes = processes
-        self._sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.port, self.admin = (int(sock.getsockname()[1]) for sock in self._sockets)
+        self.port = free_base([0, 1])
+        self.admin = self.port + 1
         self.tiers = {"disk": folder / "disk", "store": folder / "store"}
         self.key = folder / "key"
         self.key.write_bytes(b"k" * 32)
@@ -61,11 +55,9 @@ class Child:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        for sock in self._sockets:
-            sock.close()
         log = self.folder / "log"
         self.process = self._processes.start(self._arguments, log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health/ready").status_code == 200:
@@ -74,14 +66,14 @@ class Child:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        self._processes.kill(self.process)
+        self.process.kill()
 
     def files(self) -> int:
         return sum(1 for folder in self.tiers.values() for path in folder.rglob("*") if path.is_file())
 
     def stored(self, conversation: str, turn: int) -> dict[str, Any]:
         """Wait until the server says that it has stored the turn with its answer."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             page = httpx.get(f"{self.url}/v1/snapshots", params={"conversation_id": conversation}).json()["data"]
             for item in page:
@@ -187,7 +179,7 @@ def test_killed_while_saving(
 
 def ask(child: Child, messages: list[Message]) -> dict[str, Any]:
     body = {"model": "tiny", "messages": messages, "temperature": 0, **LENGTH}
-    answer = httpx.post(f"{child.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{child.url}/v1/chat/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

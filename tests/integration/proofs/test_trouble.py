@@ -24,6 +24,7 @@ from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.integration.proofs.places import Message, Place, post, reply, service_of, settle, user
+from tests.support import patience
 from tests.support.proofs import KEY
 from tests.support.serving import Running, serving
 
@@ -65,7 +66,7 @@ def tier(running: Running, name: str) -> dict[str, Any]:
 
 def in_trouble(running: Running, name: str) -> dict[str, Any]:
     """How the tier looks, once it has noticed."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while (found := tier(running, name))["ready"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -74,7 +75,7 @@ def in_trouble(running: Running, name: str) -> dict[str, Any]:
 
 def heal(running: Running, name: str, chat: Chat) -> None:
     """After a pause the tier is tried again, at the latest by the next turn; from then on turns are stored again."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not tier(running, name)["ready"]:
         assert time.monotonic() < deadline
         time.sleep(0.3)
@@ -132,11 +133,13 @@ class FullDisk(FileSystem):
 
 def engine_with(path: Path, disk: LocalStore) -> AsyncLLMEngine:
     """As `load_engine` makes it, with a disk of our own."""
-    config = EngineConfig(str(path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096)
+    config = EngineConfig(
+        str(path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096, **patience.ENGINE
+    )
     loaded = load(config)
     transfer = loaded.executor.transfer
     service = SnapshotService(
-        SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0),
+        SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, **patience.SNAPSHOTS),
         state_abi=state_abi(loaded.spec.abi_fields()),
         layout=state_layout(loaded.spec),
         transfer=transfer,
@@ -191,7 +194,7 @@ def test_a_really_full_disk(checkpoint: Callable[..., Path], chat: Chat, kind: s
     """A tmpfs of 192 KiB: chats long after the last byte is taken, and nothing on it is torn."""
     place = Place(checkpoint(kind), {"store_uri": f"file://{tiny_disk}/store"})
     with place.serve(drain_timeout=1.0) as running:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while tier(running, "store")["ready"]:
             assert time.monotonic() < deadline
             chat.say(running, "Was it cheaper to compute or to copy? Measure, then decide.", stored=False)

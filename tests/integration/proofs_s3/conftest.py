@@ -11,17 +11,10 @@ import pytest
 
 from tests.integration.proofs.conftest import checkpoint, kind, own_folders
 from tests.support.bucket_site import Bucket, BucketSite
-from tests.support.moto_server import running_moto
 from tests.support.proofs import Site
 from tests.support.s3_process import S3Server
 
 __all__ = ["checkpoint", "kind", "own_folders"]
-
-
-@pytest.fixture(scope="session")
-def moto() -> Iterator[S3Server]:
-    with running_moto() as server:
-        yield server
 
 
 @pytest.fixture

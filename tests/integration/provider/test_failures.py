@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import litellm
@@ -10,6 +9,7 @@ import pytest
 
 from tests.integration.provider.styles import HI, STYLES, ask, failure
 from tests.support.fake_openai import FakeEngine, Fault
+from tests.support.stopwatch import Stopwatch
 
 TOO_LONG = "This model's maximum context length is 4096 tokens, you requested 9999"
 STATUSES: dict[int, tuple[type[Exception], str]] = {
@@ -91,10 +91,10 @@ def test_what_will_not_pass_is_not_retried(style: str, status: int, engine: Fake
 @pytest.mark.parametrize("style", STYLES)
 def test_a_slow_server_is_a_timeout(style: str, engine: FakeEngine) -> None:
     engine.faults["m"] = Fault(delay=3)
-    start = time.monotonic()
-    error = failure(lambda: ask(style, api_base=engine.url, timeout=0.5))
-    assert type(error) is litellm.Timeout
-    assert time.monotonic() - start < 2.5
+    with Stopwatch() as watch:
+        error = failure(lambda: ask(style, api_base=engine.url, timeout=0.5))
+        assert type(error) is litellm.Timeout
+    assert watch.seconds < 2.5
     assert len(engine.chats()) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import litellm
@@ -74,7 +74,7 @@ async def test_a_cancelled_stream_closes_the_connection(engine: FakeEngine) -> N
             started.set()
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.wait_for(started.wait(), 120)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -106,10 +106,9 @@ def test_a_stream_left_early_closes_the_connection(read: int, engine: FakeEngine
 
 
 def test_first_content_is_not_held_back(engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(pace=0.2)
-    start = time.monotonic()
+    rest = threading.Event()
+    engine.faults["m"] = Fault(hold=rest)
     stream = litellm.completion(model="engram/m", messages=HI, api_base=engine.url, stream=True)
-    next(stream)
-    first = time.monotonic() - start
-    list(stream)
-    assert first < (time.monotonic() - start) / 2
+    next(stream)  # while the server still holds the rest
+    rest.set()
+    assert list(stream)

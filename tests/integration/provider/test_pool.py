@@ -12,6 +12,7 @@ import pytest
 from engram_litellm import pool
 from engram_litellm.pool import PooledTransport
 from tests.support.fake_openai import FakeEngine, Fault
+from tests.support.ports import free_port
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -61,8 +62,8 @@ async def test_a_stream_left_early_is_not_reused(client: httpx.AsyncClient, engi
 
 
 async def test_what_the_server_closed_is_not_tried(client: httpx.AsyncClient) -> None:
-    engine = FakeEngine().start()
-    port = int(engine.url.rsplit(":", 1)[1])
+    port = free_port()
+    engine = FakeEngine(port).start()
     await ask(client, engine)
     engine.stop()
     with FakeEngine(port) as again:

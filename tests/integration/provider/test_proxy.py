@@ -53,7 +53,7 @@ def proxy(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Itera
         )
     base = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {KEY}"}, timeout=240) as client:
             end = time.monotonic() + 120
             while True:
                 try:
@@ -67,7 +67,7 @@ def proxy(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield client
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(240)
 
 
 def test_sessions_tenants_and_headers(proxy: httpx.Client, engine: FakeEngine) -> None:

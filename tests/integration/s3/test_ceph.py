@@ -64,7 +64,7 @@ def test_an_object_that_a_lifecycle_took_is_missing_and_can_be_written_again(rad
     rule = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": f"p/{lost}"}, "Expiration": {"Days": 1}}
     client = radosgw.client()
     client.put_bucket_lifecycle_configuration(Bucket=store.options.bucket, LifecycleConfiguration={"Rules": [rule]})
-    until = time.monotonic() + 90
+    until = time.monotonic() + 240
     while time.monotonic() < until and len(store.list(folder)) == 2:
         time.sleep(1)
     assert [info.key for info in store.list(folder)] == [kept]

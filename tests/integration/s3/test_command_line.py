@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,42 +13,32 @@ import httpx
 import pytest
 
 from engram_runtime.cli.main import main
-from tests.support.s3_process import S3Server, free_port
+from tests.support.engine_processes import EngineProcesses
+from tests.support.ports import free_port
+from tests.support.s3_process import S3Server
 from tests.support.tiny import make_tiny
 
-START_SECONDS = 90
+START_SECONDS = 240
 
 
 @contextmanager
-def serving(folder: Path, *flags: object) -> Iterator[tuple[str, str]]:
+def serving(processes: EngineProcesses, folder: Path, *flags: object) -> Iterator[tuple[str, str]]:
     """(URL, admin URL) of a new process; killed at the end."""
     port, admin_port = free_port(), free_port()
-    command = [sys.executable, "-m", "engram_runtime.cli", "serve", "--model", folder / "model"]
-    command += [
-        "--served-model-name",
-        "tiny",
-        "--port",
-        port,
-        "--admin-port",
-        admin_port,
-        "--max-num-seqs",
-        "4",
-        *flags,
-    ]
+    arguments = ["serve", "--model", folder / "model", "--served-model-name", "tiny", "--port", port]
+    arguments += ["--admin-port", admin_port, "--max-num-seqs", 4, *flags]
     log = folder / f"serve-{port}.log"
-    with log.open("w") as output:
-        process = subprocess.Popen([*map(str, command)], stdout=output, stderr=output, env=os.environ.copy())
+    process = processes.start(arguments, log)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
         while not ready(url):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
+            time.sleep(0.02)
         yield url, f"http://127.0.0.1:{admin_port}"
     finally:
         process.kill()
-        process.wait()
 
 
 def ready(url: str) -> bool:
@@ -61,7 +48,9 @@ def ready(url: str) -> bool:
         return False
 
 
-def test_a_bucket_from_the_command_line(moto: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bucket_from_the_command_line(
+    processes: EngineProcesses, moto: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Saved by a server; listed, verified and deleted without it. (Restored after a death: tests/integration/local.)"""
 
     def snapshots(*args: object) -> tuple[int, str, str]:
@@ -75,16 +64,16 @@ def test_a_bucket_from_the_command_line(moto: S3Server, tmp_path: Path, capsys: 
     reach = ["--s3-endpoint-url", moto.url, "--s3-path-style", "--s3-region", "us-east-1", "--s3-encryption", "AES256"]
     reach += ["--s3-credentials-dir", moto.credentials(tmp_path / "credentials"), "--tenant-key-file", key]
     store = [f"s3://{bucket}/team a", *reach]
-    with serving(tmp_path, "--snapshot-store", *store) as (url, admin_url):
+    with serving(processes, tmp_path, "--snapshot-store", *store) as (url, admin_url):
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": "Hello"}],
             "conversation_id": "c",
             "max_tokens": 8,
         }
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
-        until = time.monotonic() + 30
+        until = time.monotonic() + 240
         while not (rows := in_store(url)):
             assert time.monotonic() < until
             time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.io.store import StoreUnavailable, Truncated
 from tests.support.s3_faults import FaultProxy, faulty
 from tests.support.s3_process import S3Server, open_store
+from tests.support.stopwatch import Stopwatch
 from tests.support.store_conformance import MIB, kv_key, noise, ref_key, space
 
 DEADLINE = 0.7  # of the hasty store, for faults that last
@@ -48,10 +50,9 @@ def opened(options: S3Options) -> Iterator[tuple[S3Store, S3Store]]:
     patient = open_store(options)
     hasty = open_store(replace(options, read_timeout_seconds=HASTY_TIMEOUT, deadline_seconds=DEADLINE))
     patient.probe()
-    for _ in range(5):  # a busy machine may need more than one of its deadlines
+    while not hasty.report:  # a busy machine may need more than one of its deadlines
         with suppress(StoreUnavailable):
             hasty.probe()
-            break
     yield patient, hasty
     patient.close()
     hasty.close()
@@ -141,23 +142,24 @@ def test_what_may_pass_is_tried_until_the_deadline(
 ) -> None:
     settings, reason = TRANSIENT[fault]
     proxy.inject("answer", **settings)
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
+    with Stopwatch() as watch, pytest.raises(StoreUnavailable) as caught:
         calls(hasty, key)[call]()
-    assert caught.value.reason == reason
-    assert proxy.injected >= 2
+    # On a machine that had no time for a second try, the deadline may also have ended the first.
+    crowded = watch.late > DEADLINE / 4
+    assert caught.value.reason == reason or (crowded and caught.value.reason == "Timeout")
+    assert proxy.injected >= 2 or crowded
     # The probe takes its objects away again.
-    assert time.monotonic() - began < DEADLINE + (3 if call == "probe" else 1)
+    assert watch.seconds < DEADLINE + (3 if call == "probe" else 1)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_silence_ends_within_the_deadline(hasty: S3Store, key: str, proxy: FaultProxy, call: str) -> None:
     proxy.inject("silence")
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
-        calls(hasty, key)[call]()
-    assert caught.value.reason == "Timeout"
-    assert time.monotonic() - began < DEADLINE + HASTY_TIMEOUT + (3 if call == "probe" else 1)
+    with Stopwatch() as watch:
+        with pytest.raises(StoreUnavailable) as caught:
+            calls(hasty, key)[call]()
+        assert caught.value.reason == "Timeout"
+    assert watch.seconds < DEADLINE + HASTY_TIMEOUT + (3 if call == "probe" else 1)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -198,21 +200,23 @@ def test_a_body_that_is_always_truncated_is_trouble_not_the_end(
     hasty: S3Store, key: str, proxy: FaultProxy, call: str
 ) -> None:
     proxy.inject("truncate", method="GET")
-    with pytest.raises(StoreUnavailable) as caught:
+    with Stopwatch() as watch, pytest.raises(StoreUnavailable) as caught:
         calls(hasty, key)[call]()
-    assert caught.value.reason in ("ConnectionLost", "Timeout")  # which of them the deadline ends
-    assert proxy.injected >= 2
+    # "Timeout" when the deadline comes while a body is read, which takes a busy machine.
+    crowded = watch.late > DEADLINE / 4
+    assert caught.value.reason == "ConnectionLost" or (crowded and caught.value.reason == "Timeout")
+    assert proxy.injected >= 2 or crowded
 
 
 @pytest.mark.parametrize("call", ["get", "front", "read_into"])
 def test_a_slow_drip_ends_within_the_deadline(hasty: S3Store, key: str, proxy: FaultProxy, call: str) -> None:
     """Each byte comes in time, the last one never would."""
     proxy.inject("drip", method="GET")
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
-        calls(hasty, key)[call]()
-    assert caught.value.reason == "Timeout"
-    assert time.monotonic() - began < DEADLINE + HASTY_TIMEOUT + 1
+    with Stopwatch() as watch:
+        with pytest.raises(StoreUnavailable) as caught:
+            calls(hasty, key)[call]()
+        assert caught.value.reason == "Timeout"
+    assert watch.seconds < DEADLINE + HASTY_TIMEOUT + 1
 
 
 def test_slow_is_not_broken(store: S3Store, key: str, proxy: FaultProxy) -> None:
@@ -220,13 +224,14 @@ def test_slow_is_not_broken(store: S3Store, key: str, proxy: FaultProxy) -> None
     assert store.get(key, 0, 10) == noise(10)
 
 
-def test_a_receiver_that_stalls_ends_within_the_deadline(hasty: S3Store, key: str, proxy: FaultProxy) -> None:
+def test_a_receiver_that_stalls_ends_within_the_deadline(
+    opened: tuple[S3Store, S3Store], hasty: S3Store, key: str, proxy: FaultProxy
+) -> None:
     proxy.inject("stall", method="PUT")
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable):
+    with Stopwatch() as watch, pytest.raises(StoreUnavailable):
         hasty.put(key, [noise(LARGE)])
-    assert time.monotonic() - began < DEADLINE + 5  # the connection's timeout bounds one block
-    assert hasty.get(key) == noise(MIB)
+    assert watch.seconds < DEADLINE + 5  # the connection's timeout bounds one block
+    assert opened[0].get(key) == noise(MIB)
 
 
 def test_wrong_bits_arrive_as_they_are(store: S3Store, key: str, proxy: FaultProxy) -> None:
@@ -283,6 +288,29 @@ def test_a_swap_that_lost_while_its_answer_was_lost_is_a_conflict(store: S3Store
         store.compare_and_swap(ref, b"mine", tag)
 
 
+def test_a_swap_whose_answer_was_lost_and_that_was_built_upon_is_a_conflict(
+    store: S3Store, proxy: FaultProxy, moto: S3Server, options: S3Options
+) -> None:
+    """It was carried out, and nothing of it can be seen any more: only its writer can know, from what it wrote."""
+    other = open_store(replace(options, endpoint_url=moto.url))
+    ref = ref_key(space())
+    tag = store.compare_and_swap(ref, b"1", None)
+    proxy.inject("lose_answer", times=1, method="PUT")
+    proxy.inject("answer", status=503, code="SlowDown", method="PUT")
+    with ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(store.compare_and_swap, ref, b"1 mine", tag)
+        while proxy.injected < 2:
+            time.sleep(0.005)
+        data, now = other.get_tagged(ref)
+        assert data == b"1 mine"
+        other.compare_and_swap(ref, data + b" other", now)
+        proxy.clear()
+        with pytest.raises(Conflict):
+            mine.result()
+    assert store.get(ref) == b"1 mine other"
+    other.close()
+
+
 def test_requests_conflicting_on_the_server_are_tried_again(store: S3Store, proxy: FaultProxy) -> None:
     proxy.inject("answer", status=409, code="ConditionalRequestConflict", method="PUT", times=2)
     store.put(kv_key(space()), [b"x"], if_absent=True)
@@ -306,11 +334,11 @@ def test_an_answer_with_another_range_is_not_believed(hasty: S3Store, key: str, 
 
 def test_nothing_listens(options: S3Options) -> None:
     store = open_store(replace(options, endpoint_url="http://127.0.0.1:1", deadline_seconds=DEADLINE))
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
-        store.probe()
-    assert caught.value.reason == "Unreachable"
-    assert time.monotonic() - began < DEADLINE + 3
+    with Stopwatch() as watch:
+        with pytest.raises(StoreUnavailable) as caught:
+            store.probe()
+        assert caught.value.reason == "Unreachable"
+    assert watch.seconds < DEADLINE + 3
     store.close()
     with pytest.raises(StoreUnavailable) as caught:
         store.get("v1/a")

@@ -12,12 +12,13 @@ import pytest
 
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.types import Miss, SnapshotConfig, StateLayout
+from tests.support import patience
 from tests.support.s3_faults import FaultProxy, faulty
 from tests.support.s3_process import S3Server, open_store
 from tests.support.snapshots import DENSE, HYBRID, KEY, Device, World, tokens
 
 LARGE = StateLayout(1, 2, 512, "float32")  # 8 KiB a token: a turn takes several parts
-CONFIG = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, gc_grace_seconds=3600.0)
+CONFIG = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, gc_grace_seconds=3600.0, **patience.SNAPSHOTS)
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_half_written_multipart_upload(
 
     # The writer was not dead after all.
     proxy.clear()
-    assert dying.service.flush(30)
+    assert dying.service.flush(240)
     again = replicas.add(LARGE, small)
     again.check(again.find(prompt, candidates=(900,)), lost)
 
@@ -154,7 +155,7 @@ def test_a_bucket_that_is_deleted_and_made_again(moto: S3Server, options: S3Opti
     second = writer.capture(prompt[:350], turn=2, parent=first.snapshot_id)
     writer.service.save(second)
     assert not writer.service.flush(2)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 240
     while (seen := next(tier for tier in writer.service.status() if tier.name == "store")).ready:
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -162,7 +163,7 @@ def test_a_bucket_that_is_deleted_and_made_again(moto: S3Server, options: S3Opti
     writer.check(writer.find(prompt, candidates=(350, 300), needs_state=True), second)
 
     client.create_bucket(Bucket=options.bucket)
-    assert writer.service.flush(30)
+    assert writer.service.flush(240)
     third = writer.save(prompt[:390], turn=3, parent=second.snapshot_id)
     reader = replicas.add(HYBRID, options)
     reader.check(reader.find(prompt, candidates=(390,), needs_state=True), third)

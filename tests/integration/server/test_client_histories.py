@@ -22,6 +22,7 @@ from langchain_openai import ChatOpenAI
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.counting import Counted
 from tests.support.serving import NAME, serving
 from tests.support.tiny import make_tiny
@@ -154,7 +155,7 @@ class World:
         self.running = running
         self.counted = counted
         self.client = client
-        self._http = httpx.Client(base_url=running.url, timeout=60)
+        self._http = httpx.Client(base_url=running.url, timeout=240)
 
     def ask(self, messages: list[Any], **fields: Any) -> Answer:
         answer: Answer = self.client.ask(messages, **fields)
@@ -163,7 +164,7 @@ class World:
 
     def settle(self) -> None:
         """Until the background work of the last turn is done."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while self.running.server.state.background:
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -231,8 +232,8 @@ def servers(tmp_path_factory):
                 counted = Counted()
 
                 def load() -> AsyncLLMEngine:
-                    config = EngineConfig(str(path), progress=False, device="cpu", max_num_seqs=4)
-                    snapshots = SnapshotConfig(tenant_key=b"k" * 32)
+                    config = EngineConfig(str(path), progress=False, device="cpu", max_num_seqs=4, **patience.ENGINE)
+                    snapshots = SnapshotConfig(tenant_key=b"k" * 32, **patience.SNAPSHOTS)
                     return AsyncLLMEngine.from_config(config, snapshots, registry=counted.registry)
 
                 made[kind, template] = stack.enter_context(serving(load)), counted

@@ -14,6 +14,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_snapshots import FakeSnapshots
 from tests.support.serving import NAME, serving
+from tests.support.stopwatch import Stopwatch
 from tests.support.tiny import make_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -40,7 +41,7 @@ def quick():
         yield running, engine
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=240.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -48,9 +49,10 @@ def until(condition, seconds=5.0):
 
 
 def assert_aborted(engine, left_at):
-    until(lambda: not engine.running, ABORT_SECONDS)
-    until(lambda: engine.aborted, ABORT_SECONDS)
-    assert engine.aborted[-1][1] - left_at < ABORT_SECONDS
+    with Stopwatch() as watch:
+        until(lambda: not engine.running)
+        until(lambda: engine.aborted)
+    assert engine.aborted[-1][1] - left_at - watch.late < ABORT_SECONDS
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -84,7 +86,7 @@ def test_many_streams_leave_at_once(slow):
     running, engine = slow
 
     async def leave():
-        async with httpx.AsyncClient(base_url=running.url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=240) as client:
 
             async def one():
                 async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
@@ -94,7 +96,9 @@ def test_many_streams_leave_at_once(slow):
             await asyncio.gather(*(one() for _ in range(20)))
 
     asyncio.run(leave())
-    until(lambda: not engine.running, ABORT_SECONDS + 0.3)
+    with Stopwatch() as watch:
+        until(lambda: not engine.running)
+    assert watch.seconds < ABORT_SECONDS + 0.3
     until(lambda: running.server.state.admission.inside == 0)
 
 
@@ -110,11 +114,11 @@ def test_tokens_arrive_as_they_are_made(slow):
 
 
 def test_answers_do_not_wait_for_acknowledgements(quick):
-    """Nagle's algorithm with delayed acknowledgements would add 40 ms to every answer on a kept connection."""
+    """Nagle's algorithm with delayed acknowledgements would add 40 ms to every answer but the first on a connection."""
     running, _ = quick
     seconds = []
     with httpx.Client(base_url=running.url) as client:
-        for _ in range(20):
+        while len(seconds) < 20 or (min(seconds[1:]) >= 0.03 and len(seconds) < 1000):  # a busy machine is slow, too
             started = time.perf_counter()
             client.get("/health/live")
             seconds.append(time.perf_counter() - started)
@@ -228,7 +232,7 @@ def test_keys_over_http(tmp_path):
 
 def test_large_bodies_get_an_answer():
     with serving(fake, max_body_bytes=100_000) as running:
-        answer = httpx.post(f"{running.url}/v1/completions", content=b"x" * 300_000, timeout=10)
+        answer = httpx.post(f"{running.url}/v1/completions", content=b"x" * 300_000, timeout=240)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
         assert httpx.get(f"{running.url}/health/ready").status_code == 200
 
@@ -238,7 +242,7 @@ def test_http_is_up_while_the_model_loads():
     engine = fake()
 
     def load():
-        assert loaded.wait(10)
+        assert loaded.wait(240)
         return engine
 
     with serving(load, wait=None) as running:
@@ -287,18 +291,18 @@ def test_drain_ends_in_time():
 
         def call():
             try:
-                failures.append(httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=20))
+                failures.append(httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240))
             except httpx.HTTPError as error:
                 failures.append(error)
 
         caller = threading.Thread(target=call)
         caller.start()
         until(lambda: engine.running)
-        started = time.monotonic()
-        running.stop()
-        running.join()
-        assert time.monotonic() - started < 5.0
-        caller.join(5)
+        with Stopwatch() as watch:
+            running.stop()
+            running.join()
+        assert watch.seconds < 5.0
+        caller.join(240)
         assert failures
 
 
@@ -306,17 +310,17 @@ def test_a_second_signal_does_not_wait():
     engine = fake(token_seconds=60.0)
     with serving(lambda: engine, drain_timeout=60.0) as running:
         caller = threading.Thread(
-            target=lambda: httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=20)
+            target=lambda: httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240)
         )
         caller.daemon = True
         caller.start()
         until(lambda: engine.running)
         running.stop()
         running.wait("draining")
-        started = time.monotonic()
-        running.stop()
-        assert running.join() == 130
-        assert time.monotonic() - started < 8.0
+        with Stopwatch() as watch:
+            running.stop()
+            assert running.join() == 130
+        assert watch.seconds < 8.0
 
 
 def test_a_port_in_use_is_an_error():

@@ -9,6 +9,7 @@ from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.server.protocol.legacy import LegacyInfo, LegacyRestored, LegacySnapshots
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.counting import Counted
 from tests.support.serving import NAME, serving
 from tests.support.tiny import make_tiny
@@ -27,8 +28,8 @@ def model(request, tmp_path_factory):
 
 def served(model, store, counted):
     def load():
-        config = EngineConfig(model=str(model), progress=False, device="cpu")
-        snapshots = SnapshotConfig(tenant_key=b"k" * 32, store_uri=f"file://{store}")
+        config = EngineConfig(model=str(model), progress=False, device="cpu", **patience.ENGINE)
+        snapshots = SnapshotConfig(tenant_key=b"k" * 32, **patience.SNAPSHOTS, store_uri=f"file://{store}")
         return AsyncLLMEngine.from_config(config, snapshots, registry=counted.registry)
 
     return serving(load)
@@ -36,7 +37,7 @@ def served(model, store, counted):
 
 def test_continues_the_conversation_of_another_process(model, tmp_path):
     """Greedy, and token for token what computing the whole history gives; only the continuation is computed."""
-    with served(model, tmp_path, Counted()) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+    with served(model, tmp_path, Counted()) as running, httpx.Client(base_url=running.url, timeout=240) as http:
         messages = []
         for text in TEXTS:
             messages.append({"role": "user", "content": text})
@@ -49,7 +50,7 @@ def test_continues_the_conversation_of_another_process(model, tmp_path):
             saved = http.post("/save_snapshot", json={"conversation_id": "c", "turn_number": turn})
             assert saved.status_code == 200, saved.text
     counted = Counted()
-    with served(model, tmp_path, counted) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+    with served(model, tmp_path, counted) as running, httpx.Client(base_url=running.url, timeout=240) as http:
         info = http.post("/get_snapshot_info", json={"conversation_id": "c", "turn_number": 2})
         info = LegacyInfo.model_validate(info.json()).metadata
         pending = len(info.fill_ids) - info.token_count

@@ -11,6 +11,7 @@ import pytest
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.serving import NAME, serving
 from tests.support.tiny import make_tiny
 
@@ -24,8 +25,12 @@ def replicas(tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
 
     def load():
-        snapshots = SnapshotConfig(tenant_key=b"k" * 32, store_uri=f"file://{store}", keep_last=KEEP)
-        return AsyncLLMEngine.from_config(EngineConfig(model=str(checkpoint), progress=False), snapshots)
+        snapshots = SnapshotConfig(
+            tenant_key=b"k" * 32, **patience.SNAPSHOTS, store_uri=f"file://{store}", keep_last=KEEP
+        )
+        return AsyncLLMEngine.from_config(
+            EngineConfig(model=str(checkpoint), progress=False, **patience.ENGINE), snapshots
+        )
 
     with serving(load) as first, serving(load) as second:
         yield first, second
@@ -33,12 +38,12 @@ def replicas(tmp_path_factory):
 
 def ask(replica, text, **fields):
     body = {"model": NAME, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 8, **fields}
-    answer = httpx.post(f"{replica.url}/v1/chat/completions", json=body, timeout=60)
-    deadline = time.monotonic() + 30
+    answer = httpx.post(f"{replica.url}/v1/chat/completions", json=body, timeout=240)
+    deadline = time.monotonic() + 240
     while replica.server.state.background:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert replica.server.state.loaded.snapshots.flush(20)
+    assert replica.server.state.loaded.snapshots.flush(240)
     return answer
 
 
@@ -76,7 +81,7 @@ def test_a_turn_that_is_not_written_yet_is_continued_from_memory(replicas):
     service = first.server.state.loaded.snapshots
     body = {"model": NAME, "messages": [{"role": "user", "content": "One"}], "max_tokens": 8, "conversation_id": "fast"}
     for turn in range(1, 6):
-        answer = httpx.post(f"{first.url}/v1/chat/completions", json={**body, "delta": turn > 1}, timeout=60)
+        answer = httpx.post(f"{first.url}/v1/chat/completions", json={**body, "delta": turn > 1}, timeout=240)
         assert answer.status_code == 200, answer.text
         assert answer.json()["engram"]["turn_number"] == turn
-    assert service.flush(20)
+    assert service.flush(240)

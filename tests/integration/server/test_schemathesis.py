@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.serving import serving
 from tests.support.tiny import make_tiny
 
@@ -49,8 +50,10 @@ def server(tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
 
     def load():
-        snapshots = SnapshotConfig(tenant_key=b"k" * 32, store_uri=f"file://{store}")
-        return AsyncLLMEngine.from_config(EngineConfig(model=str(checkpoint), progress=False), snapshots)
+        snapshots = SnapshotConfig(tenant_key=b"k" * 32, **patience.SNAPSHOTS, store_uri=f"file://{store}")
+        return AsyncLLMEngine.from_config(
+            EngineConfig(model=str(checkpoint), progress=False, **patience.ENGINE), snapshots
+        )
 
     with serving(load, served_model_name="model") as running:
         yield running
@@ -66,7 +69,7 @@ def test_generated_requests(server, call, mode):
     @CASES
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case):
-        response = case.call(base_url=server.url, timeout=30)
+        response = case.call(base_url=server.url, timeout=240)
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)
 

@@ -44,7 +44,7 @@ def kill_at(root: Path, layout: str, tiers: tuple[str, ...], job: str, parent: s
     context.set_forkserver_preload(["tests.integration.snapshots.faults"])
     process = context.Process(target=interrupted, args=(str(root), layout, tiers, job, parent, step, torn))
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode in (-signal.SIGKILL, 0)
     return process.exitcode != 0
 

@@ -70,7 +70,7 @@ def test_store_promotes_to_disk(make_world: Callable[..., World], layout: str, t
     fetched = reader.find(prompt, candidates=(480,))
     reader.check(fetched, saved)
     assert fetched.tier == "store"
-    assert reader.service._saver.wait(10)
+    assert reader.service._saver.wait(240)
     assert reader.service.get("default", saved.snapshot_id).tiers == ("host", "disk", "store")
     reader.store = False
     reader.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,13 +120,15 @@ def test_deleting_while_it_is_being_saved(tmp_path: Path, make_world: Callable[.
     spy = RecordingStore(LocalStore(tmp_path / "store"))
     world = make_world("dense", disk=False, shared_store=spy)
     capture = world.capture(PROMPT[:90])
-    spy.fail = lambda call, key: time.sleep(0.3) if call == "put" and "/kv/" in key else None
+    deleted = threading.Event()
+    spy.fail = lambda call, key: deleted.wait(240) if call == "put" and "/kv/" in key else None
     world.service.save(capture)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 240
     while world.service._shared.catalogue.get(world.service._shared.space("default"), capture.snapshot_id) is None:
         assert time.monotonic() < deadline
     world.service.delete("default", capture.snapshot_id)
-    assert world.service.flush(10)
+    deleted.set()
+    assert world.service.flush(240)
     with pytest.raises(NotFound):
         world.service.get("default", capture.snapshot_id)
     world.start()
@@ -139,13 +142,13 @@ def test_another_replica_learns_of_a_deletion(make_world: Callable[..., World], 
     b = make_world("dense", root=tmp_path / "b", device=device, shared_store=LocalStore(tmp_path / "store"))
     saved = a.save(PROMPT[:90])
     b.check(b.find(PROMPT, candidates=(90,)), saved)
-    assert b.service._saver.wait(10)
+    assert b.service._saver.wait(240)
     a.service.delete("default", saved.snapshot_id)
     with pytest.raises(NotFound):
         b.service.get("default", saved.snapshot_id)
     second = a.save(PROMPT[:300], "d")
     b.check(b.find(PROMPT, candidates=(300,)), second)
-    assert b.service._saver.wait(10)
+    assert b.service._saver.wait(240)
     a.service.delete("default", second.snapshot_id)
     b.service._keeper.poll()
     assert isinstance(b.find(PROMPT, candidates=(300, 90)), Miss)
@@ -200,7 +203,7 @@ def test_save_now_hardens_and_labels(make_world: Callable[..., World], layout: s
 def test_flush_hardens_the_tips(make_world: Callable[..., World], layout: str) -> None:
     world = make_world(layout)
     tips = [world.save(PROMPT[: 50 + 20 * n], f"c{n}", durable=False) for n in range(3)]
-    assert world.service.flush(20)
+    assert world.service.flush(240)
     world.start()
     for n, tip in enumerate(tips):
         world.check(world.find(PROMPT, conversation_id=f"c{n}"), tip)
@@ -289,7 +292,7 @@ def test_age_is_renewed_by_use(make_world: Callable[..., World]) -> None:
     assert world.now is not None
     world.now += 9_000
     world.check(world.find(PROMPT[:100], conversation_id="used"), used)
-    assert world.service._saver.wait(10)
+    assert world.service._saver.wait(240)
     for root in (world.disk_path, world.store_path):  # file times are the machine's clock: move them along
         path = next(root.rglob(f"snap/*/{used.snapshot_id}"))
         assert path.stat().st_mtime > next(root.rglob(f"snap/*/{unused.snapshot_id}")).stat().st_mtime

@@ -18,7 +18,7 @@ from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.types import Fetched
 from tests.support.snapshots import LAYOUTS, PAGE, Device, World, tokens
 
-SECONDS = 6.0
+SECONDS = 4.0
 
 
 @pytest.mark.parametrize("layout", ["dense", "hybrid"])
@@ -35,11 +35,17 @@ def test_soak(make_world: Callable[..., World], tmp_path: Path, layout: str) -> 
     errors: list[BaseException] = []
     finds: list[str] = []
     stop = time.monotonic() + SECONDS
+    give_up = stop + 240
+
+    def goes_on() -> bool:
+        """On a slow machine until both tiers were asked: that is what is tested."""
+        now = time.monotonic()
+        return not errors and (now < stop or (now < give_up and not {"host", "disk"} <= set(finds)))
 
     def chat(world: World, seed: int) -> None:
         chooser = random.Random(seed)
         try:
-            while time.monotonic() < stop:
+            while goes_on():
                 conversation = f"c{chooser.randrange(6)}"
                 prompt = [*tokens(60, seed=1), *tokens(40, seed=chooser.randrange(4))]
                 parent: str | None = None
@@ -60,7 +66,7 @@ def test_soak(make_world: Callable[..., World], tmp_path: Path, layout: str) -> 
 
     def sweep(world: World) -> None:
         try:
-            while time.monotonic() < stop:
+            while goes_on():
                 world.service.sweep()
                 time.sleep(0.3)
         except BaseException as error:
@@ -74,7 +80,7 @@ def test_soak(make_world: Callable[..., World], tmp_path: Path, layout: str) -> 
         thread.join()
     assert not errors, errors[0]
     for world in worlds:
-        assert world.service.flush(60)
+        assert world.service.flush(240)
         assert world.service.counters().get("save_errors", 0) == 0
         found = [(report.tier, p) for report in world.service.fsck() for p in report.problems]
         # A replica may delete what the other has just written and not yet made the head: such a head is passed over,

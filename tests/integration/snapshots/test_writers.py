@@ -98,7 +98,7 @@ def test_a_turn_stored_after_its_continuation(make_world: Callable[..., World]) 
     held = world.capture(PROMPT[:200], turn=2, parent=first.snapshot_id)
     third = world.save([*PROMPT[:180], *tokens(90, seed=1)], turn=3, parent=held.snapshot_id)
     world.service.save(held)
-    assert world.service.flush(10)
+    assert world.service.flush(240)
     assert world.results[third.snapshot_id].branch_name == "main"
     assert world.results[held.snapshot_id].branch_name == "main"
     assert world.service.resolve("default", "c").snapshot_id == third.snapshot_id
@@ -172,7 +172,7 @@ def test_swap_between_processes(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
         assert process.exitcode == 0
     assert LocalStore(tmp_path).get("counter") == b"60"
 
@@ -196,7 +196,7 @@ def test_two_processes_on_one_conversation(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
         assert process.exitcode == 0
     world = World(tmp_path / "c", DENSE, shared_store=LocalStore(tmp_path / "store"))
     try:

@@ -1,0 +1,13 @@
+"""Time limits of the product for tests that are not about them: a busy machine must not make one of them pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SECONDS = 600.0
+ENGINE: dict[str, Any] = {"restore_timeout_seconds": SECONDS}
+"""Of EngineConfig."""
+SNAPSHOTS: dict[str, Any] = {"restore_deadline_seconds": SECONDS}
+"""Of SnapshotConfig."""
+S3: dict[str, Any] = {"connect_timeout_seconds": 60.0, "read_timeout_seconds": 60.0, "deadline_seconds": SECONDS}
+"""Of S3Options."""
