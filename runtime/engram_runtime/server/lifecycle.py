@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Server:
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
         self._failure: BaseException | None = None
+        self._loader: threading.Thread | None = None
         # Bound here, so that a port in use is an error before anything is loaded.
         self.sockets = (
             listen(config.host, config.port),
@@ -56,6 +58,11 @@ class Server:
         """(public, admin) as bound."""
         first, second = (int(sock.getsockname()[1]) for sock in self.sockets)
         return first, second
+
+    @property
+    def loading(self) -> bool:
+        """Whether the thread that loads the engine still works, even though nobody waits for it any more."""
+        return self._loader is not None and self._loader.is_alive()
 
     def stop(self) -> None:
         """Drain; the second time, end at once."""
@@ -125,7 +132,8 @@ class Server:
                 loop.call_soon_threadsafe(settle, engine, problem)
 
         started = time.monotonic()
-        threading.Thread(target=work, name="engram-load", daemon=True).start()
+        self._loader = threading.Thread(target=work, name="engram-load", daemon=True)
+        self._loader.start()
         try:
             engine = await result
             self.state.attach(engine)
@@ -192,7 +200,15 @@ def _uvicorn(app: FastAPI, config: ServerConfig) -> Uvicorn:
 def serve(config: ServerConfig, load_engine: LoadEngine) -> int:
     """Run until told to stop; the process's exit code. ValueError for a port that is taken."""
 
-    async def main() -> int:
-        return await Server(config, load_engine).run()
+    async def main() -> tuple[int, bool]:
+        server = Server(config, load_engine)
+        return await server.run(), server.loading
 
-    return asyncio.run(main())
+    code, loading = asyncio.run(main())
+    if loading:
+        # The interpreter's end would unwind a thread that is inside torch, which aborts the process.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
