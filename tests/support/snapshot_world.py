@@ -7,6 +7,7 @@ async with SnapshotWorld(tmp_path) as world:
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections import Counter
@@ -49,7 +50,15 @@ class SnapshotWorld:
         first = FakeEngineAdmin(self.bucket, host=next(self._addresses))
         await first.__aenter__()  # takes a free port, which the others share
         self._port, self._spare = first.port, first
-        self.client = Engines(token, port=self._port, read_s=5.0, change_s=5.0, save_s=2.0, sweep_s=5.0)
+        self.client = Engines(
+            token,
+            port=self._port,
+            read_s=5.0,
+            change_s=5.0,
+            save_s=2.0,
+            sweep_s=5.0,
+            clock=lambda: self.now.timestamp(),
+        )
         self._begin()
         self.store.listeners.append(self._changed)
         return self
@@ -108,6 +117,10 @@ class SnapshotWorld:
                 if wait is not None:
                     due = self.now + timedelta(seconds=wait)
                     heapq.heappush(self._timers, (due, next(self._count), key))
+            if running := [task for task in asyncio.all_tasks() if task.get_name() == "background"]:
+                await asyncio.wait(running)
+                await asyncio.sleep(0)
+                continue
             if not self._timers or self._timers[0][0] > end:
                 break
             due, _, key = heapq.heappop(self._timers)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from engram_operator.builders import BuildSettings
 from engram_operator.builders.jobs import snapshot_job, sweep_args
 from engram_operator.controllers import snapshot_status
+from engram_operator.controllers.background import Background
 from engram_operator.controllers.stores import Stores, policy_name
 from engram_operator.controllers.tombstones import Tombstones
 from engram_operator.controllers.types import Clock, Enqueue
@@ -65,6 +66,7 @@ class PolicyController:
         self._enqueue = enqueue
         self._known: dict[tuple[str, str], tuple[str, int]] = {}  # uid and generation that the models were told of
         self._written: dict[tuple[str, str], datetime] = {}
+        self._sweeps: Background[tuple[str, str], SweepReport] = Background(lambda key: enqueue(POLICIES, *key))
         self._retry: dict[tuple[str, str], datetime] = {}
 
     @property
@@ -168,6 +170,17 @@ class PolicyController:
         status, metadata = obj.get("status") or {}, obj["metadata"]
         interval = policy.retention.gc_interval_seconds if models else UNUSED_INTERVAL_S
         last = parse_time(status.get("lastGcTime")) or parse_time(metadata.get("creationTimestamp")) or now
+        if self._sweeps.runs(key):
+            return {}, JOB_WAIT_S
+        try:
+            report = self._sweeps.take(key)
+        except EngineError as error:
+            said = redact(error.message, 512)
+            await self._kube.event(obj, error.reason, f"the store was not swept: {said}", type="Warning")
+            self._retry[key] = now + timedelta(seconds=RETRY_S)
+            return {}, RETRY_S
+        if report is not None:
+            return _swept(report.snapshots_deleted, now), float(interval)
         jobs = self._cache.labelled(JOBS, policy.namespace, {SWEEPS_LABEL: _label(policy.name)})
         for job in jobs:
             ended = _ended(job)
@@ -183,23 +196,28 @@ class PolicyController:
             return {}, left
         names = [model["metadata"]["name"] for model in models]
         asked = [pod for model in names for pod in self._stores.pods(policy.namespace, model) if pod.ready]
-        for pod in asked[:3]:  # one sweep is of the whole store, whoever makes it
+        if asked:
+            self._sweeps.start(key, self._sweep(asked[:3]))
+            return {}, JOB_WAIT_S
+        try:
+            await self._kube.create(self._job(policy, models, now))
+        except (Forbidden, Invalid) as error:
+            said = redact(error.message, 512)
+            await self._kube.event(obj, "JobRefused", f"the store was not swept: {said}", type="Warning")
+            self._retry[key] = now + timedelta(seconds=RETRY_S)
+            return {}, RETRY_S
+        return {}, JOB_WAIT_S
+
+    async def _sweep(self, pods: Sequence[EnginePod]) -> SweepReport:
+        """One sweep is of the whole store, whoever makes it."""
+        failure: EngineError | None = None
+        for pod in pods:
             try:
-                report = await self._engines.sweep(pod)
+                return await self._engines.sweep(pod)
             except EngineError as error:
-                said = redact(error.message, 512)
-                await self._kube.event(obj, error.reason, f"the store was not swept: {said}", type="Warning")
-                continue
-            return _swept(report.snapshots_deleted, now), float(interval)
-        if not asked:
-            try:
-                await self._kube.create(self._job(policy, models, now))
-                return {}, JOB_WAIT_S
-            except (Forbidden, Invalid) as error:
-                said = redact(error.message, 512)
-                await self._kube.event(obj, "JobRefused", f"the store was not swept: {said}", type="Warning")
-        self._retry[key] = now + timedelta(seconds=RETRY_S)
-        return {}, RETRY_S
+                failure = error
+        assert failure is not None
+        raise failure
 
     def _job(self, policy: SnapshotPolicy, models: list[Object], now: datetime) -> Object:
         stamp = hashlib.sha256(f"{policy.name}{now.timestamp()}".encode()).hexdigest()[:10]

@@ -7,16 +7,19 @@ costs a few dictionary reads and nothing else. What the store does by itself the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from engram_operator.controllers import snapshot_status
 from engram_operator.controllers.asking import AsksSnapshots, capture_tag, find_tagged, is_gone
+from engram_operator.controllers.background import Background
 from engram_operator.controllers.erase import Eraser
 from engram_operator.controllers.handles import Handles
 from engram_operator.controllers.snapshot_status import Origin
 from engram_operator.controllers.snapshot_writes import SnapshotWrites
 from engram_operator.controllers.stores import Stores
-from engram_operator.controllers.types import Clock
+from engram_operator.controllers.types import Clock, Enqueue
 from engram_operator.engines import (
     EngineError,
     EngineInvalid,
@@ -37,7 +40,15 @@ from engram_operator.status.pods import parse_time
 from engram_operator.status.redact import redact
 
 SOON_S = 0.5
+SAVE_LOOK_S = 60.0  # its end comes sooner
 UNKNOWN_ATTEMPTS = 3  # a conversation that no replica knows may just be on its way to the store
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    uid: str
+    records: tuple[StoredSnapshot, ...]
+    pod: EnginePod
 
 
 class SnapshotController:
@@ -52,6 +63,7 @@ class SnapshotController:
         handles: Handles,
         writes: SnapshotWrites,
         eraser: Eraser,
+        enqueue: Enqueue,
     ) -> None:
         self._kube = kube
         self._cache = cache
@@ -63,6 +75,7 @@ class SnapshotController:
         self._writes = writes
         self._eraser = eraser
         self._waiting: dict[tuple[str, str], set[str]] = {}  # by model: names that wait for an engine
+        self._saves: Background[tuple[str, str], _Saved] = Background(lambda key: enqueue(SNAPSHOTS, *key))
         self._suspects: set[tuple[str, str]] = set()
 
     @property
@@ -96,6 +109,10 @@ class SnapshotController:
             return await self._refuse(obj, error)
         if snapshot.deleting:
             self._stop_waiting(namespace, snapshot.model, name)
+            if self._saves.runs((namespace, name)):
+                return SAVE_LOOK_S  # what it stores must go too
+            with suppress(EngineError):
+                self._saves.take((namespace, name))
             return await self._eraser.finish(obj, snapshot)
         if not snapshot.held:
             return await self._hold(obj, snapshot)
@@ -155,7 +172,7 @@ class SnapshotController:
         if left := snapshot_status.wait_left(status, self._clock()):
             return left
         pods = [pod for pod in self._stores.pods(snapshot.namespace, snapshot.model) if pod.ready]
-        if not pods:
+        if not pods and not self._saves.ended((snapshot.namespace, snapshot.name)):
             return await self._wait(obj, snapshot)
         self._stop_waiting(snapshot.namespace, snapshot.model, snapshot.name)
         if snapshot.conversation is not None and phase != "Ready":
@@ -165,42 +182,49 @@ class SnapshotController:
     # Taking one
 
     async def _capture(self, obj: Object, snapshot: Snapshot, pods: Sequence[EnginePod]) -> float | None:
-        status, told = obj.get("status") or {}, snapshot.conversation
+        """Start it, or take what it came to. An upload takes as long as it takes: it runs beside the queue."""
+        key, status = (snapshot.namespace, snapshot.name), obj.get("status") or {}
+        if self._saves.runs(key):
+            return SAVE_LOOK_S
+        try:
+            saved = self._saves.take(key)
+        except EngineError as error:
+            return await self._not_taken(obj, snapshot, status, error)
+        if saved is not None and saved.uid == snapshot.uid:
+            return await self._store(obj, snapshot, saved.records, saved.pod, taken=True)
+        again = status.get("phase") == "Capturing"
+        if not again:
+            now = self._clock()
+            waiting = snapshot_status.pending(status, "Capturing", "Capturing", "", snapshot.generation, now)
+            if not await self._writes.status(obj, waiting):
+                return None
+        self._saves.start(key, self._save(snapshot, pods, again))
+        return SAVE_LOOK_S
+
+    async def _save(self, snapshot: Snapshot, pods: Sequence[EnginePod], again: bool) -> _Saved:
+        """`again`: the answer to an earlier attempt never came, so it may have been done."""
+        told = snapshot.conversation
         assert told is not None
         tag = capture_tag(snapshot.uid)
         pods = ranked(told.id, pods)
-        failure: EngineError | None = None
-        try:
-            if status.get("phase") == "Capturing":  # the last answer never came: it may have been done
-                found = await find_tagged(self._engines, pods, tag)
-                if found:
-                    return await self._store(obj, snapshot, found, pods[0], taken=True)
-            else:
-                now = self._clock()
-                waiting = snapshot_status.pending(status, "Capturing", "Capturing", "", snapshot.generation, now)
-                if not await self._writes.status(obj, waiting):
-                    return None
-                status = waiting
-            request = SaveRequest(
-                told.id,
-                branch_name=told.branch,
-                turn_number=told.turn,
-                tenant=told.tenant,
-                pin=snapshot.pinned,
-                tag=tag,
-                ttl_seconds=snapshot.ttl_seconds,
-            )
-            for pod in pods:
-                try:
-                    saved = await self._engines.save(pod, request)
-                except EngineNotFound as error:
-                    failure = error
-                    continue
-                return await self._store(obj, snapshot, saved, pod, taken=True)
-        except EngineError as error:
-            failure = error
-        assert failure is not None
-        return await self._not_taken(obj, snapshot, status, failure)
+        if again and (found := await find_tagged(self._engines, pods, tag)):
+            return _Saved(snapshot.uid, tuple(found), pods[0])
+        request = SaveRequest(
+            told.id,
+            branch_name=told.branch,
+            turn_number=told.turn,
+            tenant=told.tenant,
+            pin=snapshot.pinned,
+            tag=tag,
+            ttl_seconds=snapshot.ttl_seconds,
+        )
+        failure: EngineError = EngineUnreachable("no replica was asked")
+        for pod in pods:
+            try:
+                return _Saved(snapshot.uid, await self._engines.save(pod, request), pod)
+            except EngineNotFound as error:
+                failure = error
+        raise failure
 
     async def _not_taken(
         self, obj: Object, snapshot: Snapshot, status: Mapping[str, Any], failure: EngineError

@@ -34,7 +34,7 @@ def snapshot_controllers(
     stores, handles = Stores(cache, schemas), Handles(cache)
     tombstones, writes = Tombstones(kube, cache), SnapshotWrites(kube, cache)
     eraser = Eraser(kube, cache, build, clock, engines, stores, handles, tombstones, writes)
-    snapshots = SnapshotController(kube, cache, clock, engines, schemas, stores, handles, writes, eraser)
+    snapshots = SnapshotController(kube, cache, clock, engines, schemas, stores, handles, writes, eraser, enqueue)
     publisher = Publisher(kube, cache, clock, engines, stores, handles, tombstones, writes, snapshots, enqueue)
     policies = PolicyController(kube, cache, build, clock, engines, stores, tombstones, publisher.syncs, enqueue)
     return snapshots, policies, publisher, SnapshotJobs(cache, eraser, enqueue)

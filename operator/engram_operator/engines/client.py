@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +43,12 @@ ADMIN_PORT = 8001
 PAGE = 500  # the most that an engine lists at once
 MAX_BODY = 4 << 20  # a page of 500 is about 300 kB
 MAX_TOKEN = 16 << 10
-CONNECT_S = 2.0
+CONNECT_S = 1.5
 ATTEMPTS = 3
+# A pod that does not answer is left alone for a while, or many of them would take all the operator's time.
+FIRST_SILENCE_S = 4.0
+LAST_SILENCE_S = 120.0
+REMEMBERED = 4096
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 2.0
 
@@ -76,6 +81,7 @@ class Engines:
         save_s: float = SAVE_S,
         sweep_s: float = SWEEP_S,
         connect_s: float = CONNECT_S,
+        clock: Callable[[], float] = time.monotonic,
         answered: Callable[[str, str], None] = lambda call, outcome: None,
     ) -> None:
         self._token_file = token_file
@@ -85,7 +91,9 @@ class Engines:
         self._save_s = save_s
         self._sweep_s = sweep_s
         self._connect_s = connect_s
+        self._clock = clock
         self._answered = answered
+        self._silent: dict[str, tuple[int, float]] = {}  # by pod uid: failures in a row, not to be asked before
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -174,16 +182,36 @@ class Engines:
         repeatable: bool = True,
     ) -> Result:
         try:
+            self._refuse_silent(pod)
             async with asyncio.timeout(deadline_s):
                 result = read(await self._attempts(pod, method, path, query, body, repeatable))
         except TimeoutError:
-            self._answered(call, EngineUnreachable.reason)
+            if deadline_s <= self._read_s:  # what takes long by its nature says nothing about the pod
+                self._note_silence(pod)
+            self._answered(call, EngineUnreachable.__name__)
             raise EngineUnreachable(f"pod {pod.name} did not answer {method} in {deadline_s:g} s") from None
         except EngineError as error:
+            if isinstance(error.__cause__, aiohttp.ConnectionTimeoutError):
+                self._note_silence(pod)
+            elif not isinstance(error, EngineUnreachable):
+                self._silent.pop(pod.uid, None)
             self._answered(call, type(error).__name__)
             raise
+        self._silent.pop(pod.uid, None)
         self._answered(call, "ok")
         return result
+
+    def _refuse_silent(self, pod: EnginePod) -> None:
+        _, until = self._silent.get(pod.uid, (0, 0.0))
+        if (left := until - self._clock()) > 0:
+            raise EngineUnreachable(f"pod {pod.name} did not answer before; it is asked again in {left:.0f} s")
+
+    def _note_silence(self, pod: EnginePod) -> None:
+        failures = self._silent.pop(pod.uid, (0, 0.0))[0] + 1
+        while len(self._silent) >= REMEMBERED:
+            del self._silent[next(iter(self._silent))]
+        silence = min(LAST_SILENCE_S, FIRST_SILENCE_S * 2.0 ** min(failures - 1, 10))
+        self._silent[pod.uid] = (failures, self._clock() + silence)
 
     async def _attempts(
         self,
@@ -206,7 +234,8 @@ class Engines:
                 token = fresh
                 continue
             except _NoConnection as error:
-                if attempt == ATTEMPTS:
+                # Refused may pass in a moment; packets that vanish will vanish again.
+                if attempt == ATTEMPTS or isinstance(error.__cause__, aiohttp.ConnectionTimeoutError):
                     raise EngineUnreachable(error.message) from error.__cause__
                 asked = 0.0
             except EngineUnreachable:

@@ -50,7 +50,7 @@ async def engines(fake, token_file):
 @pytest.fixture
 async def hasty(fake, token_file):
     """Deadlines of half a second, for engines that never answer."""
-    made = Engines(token_file, port=fake.port, read_s=0.5, save_s=0.5)
+    made = Engines(token_file, port=fake.port, read_s=0.5, save_s=0.6)
     yield made
     await made.close()
 
@@ -276,3 +276,35 @@ async def test_an_id_cannot_leave_its_place_in_the_path(fake, engines):
     with pytest.raises(EngineError):
         await engines.delete(POD, "../status?x=1")
     assert fake.requests[0][1].startswith("/snapshots/..%2F")
+
+
+async def test_a_pod_that_is_silent_is_left_alone_for_a_while(fake, token_file):
+    """Many silent pods, as behind a network policy, must not take all of the operator's time."""
+    now = 0.0
+    engines = Engines(token_file, port=fake.port, read_s=0.3, clock=lambda: now)
+    fake.hang = True
+    with pytest.raises(EngineUnreachable, match="did not answer GET"):
+        await engines.status(POD)
+    for _ in range(3):
+        with pytest.raises(EngineUnreachable, match="asked again in 4 s"):
+            await engines.delete(POD, "0" * 32)
+    now = 5.0
+    with pytest.raises(EngineUnreachable, match="did not answer GET"):
+        await engines.status(POD)
+    now = 10.0
+    with pytest.raises(EngineUnreachable, match="asked again in 3 s"):
+        await engines.status(POD)
+    assert len(fake.requests) == 2
+    fake.hang = False
+    now = 14.0
+    await engines.status(POD)
+    await engines.status(POD)
+    await engines.close()
+
+
+async def test_a_save_that_takes_long_says_nothing_about_the_pod(fake, hasty):
+    fake.hang_after, fake.live["c"] = True, 1
+    with pytest.raises(EngineUnreachable):
+        await hasty.save(POD, SaveRequest("c", tag="t"))
+    fake.hang_after = False
+    assert (await hasty.status(POD)).phase == "ready"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from engram_operator.errors import ResourceError
@@ -154,7 +156,9 @@ async def test_a_cache_that_lags_takes_none_twice(world):
     world.kube.follow = False
     for _ in range(4):
         await controller.reconcile(NS, "s")
+        await asyncio.sleep(0.1)
     assert len(world.bucket.snapshots) == 1
+    assert world.status()["phase"] == "Ready"
 
 
 async def test_pin_and_lifetime_are_passed_on_when_they_change(world):
