@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from tests.support.groups import GROUPS, group_of
 from tests.support.moto_server import running_moto
 from tests.support.radosgw import running_radosgw
 from tests.support.s3_process import S3Server
-from tests.support.tiny import make_tiny
 
 ROOT = Path(__file__).parent
 FIRST = ("s3/test_faults.py", "server/test_leaks.py", "snapshots/test_crash.py", "s3/test_conformance.py")
@@ -48,5 +48,6 @@ def radosgw() -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
     """`engram` command lines in processes of their own."""
-    with EngineProcesses(make_tiny("llama", tmp_path_factory.mktemp("processes") / "model")) as started:
+    tiny = importlib.import_module("tests.support.tiny")  # takes seconds, and most folders do without it
+    with EngineProcesses(tiny.make_tiny("llama", tmp_path_factory.mktemp("processes") / "model")) as started:
         yield started

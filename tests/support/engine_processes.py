@@ -25,9 +25,6 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from engram_runtime.loader.config import load_config
-from engram_runtime.loader.tokenizer import load_tokenizer
-
 HEAVY = (
     "engram_runtime.engine.async_engine",
     "engram_runtime.cli.serving",
@@ -163,8 +160,8 @@ def _serve_forks(model: Path) -> None:
     main = importlib.import_module("engram_runtime.cli.main").main
     for name in HEAVY:
         importlib.import_module(name)
-    load_config(model)
-    load_tokenizer(model)
+    importlib.import_module("engram_runtime.loader.config").load_config(model)
+    importlib.import_module("engram_runtime.loader.tokenizer").load_tokenizer(model)
     threads = threading.active_count()
     assert threads == 1, f"{threads} threads must not be forked"
     woken, wake = os.pipe()
