@@ -24,6 +24,9 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # the first set of keys that a
     "ports": (("containerPort", "protocol"), ("port", "protocol")),
     "topologySpreadConstraints": (("topologyKey", "whenUnsatisfiable"),),
 }
+ATOMIC = frozenset(
+    {"selector", "nodeSelector", "podSelector", "namespaceSelector", "labelSelector"}
+)  # maps of one piece
 DEFAULTED = {"protocol": "TCP"}
 UNOWNED = frozenset({"apiVersion", "kind"})
 UNOWNED_METADATA = frozenset({"name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp"})
@@ -59,7 +62,7 @@ def _identity(item: Mapping[str, Any], keys: tuple[str, ...]) -> Item:
 
 def _leaves(value: Any, path: Path) -> Iterator[Path]:
     name = path[-1] if path and not isinstance(path[-1], Item) else ""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and name not in ATOMIC:
         if path and isinstance(path[-1], Item):
             yield path  # the item itself: an item nobody owns goes
         for key, child in value.items():
@@ -108,7 +111,7 @@ def _remove(live: dict[str, Any], path: Path) -> None:
 def _merge(live: dict[str, Any], applied: Mapping[str, Any], name: str) -> None:
     for key, value in applied.items():
         old = live.get(key)
-        if isinstance(value, Mapping) and isinstance(old, dict):
+        if isinstance(value, Mapping) and isinstance(old, dict) and key not in ATOMIC:
             _merge(old, value, key)
         elif isinstance(value, list) and isinstance(old, list):
             live[key] = _merged_list(old, value, key)

@@ -7,6 +7,7 @@ What others add beside our fields stays.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 from engram_operator.builders.naming import MANAGER
 from engram_operator.kube.cache import Cache
 from engram_operator.kube.client import Kube, Object, fingerprint
+from engram_operator.kube.errors import Invalid
 from engram_operator.kube.kinds import Kind, kind_of
 from engram_operator.resources.quantity import parse_quantity
 
 APPLIED = "engram.dev/applied"
+REFUSED_SECONDS = 300.0
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
     "initContainers": ("name",),
@@ -29,6 +32,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "ownerReferences": ("uid",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
+# Maps of one piece: a label added to a selector is another selector.
+_WHOLE = frozenset({"selector", "nodeSelector", "podSelector", "namespaceSelector", "labelSelector"})
 _QUANTITIES = frozenset({"requests", "limits"})
 
 
@@ -53,6 +58,7 @@ class Applier:
         # What the server made of objects that it keeps in another form than they were sent: applying those again
         # would change nothing, for ever. By kind, namespace and name: the hash of ours, and of theirs.
         self._settled: dict[tuple[Kind, str, str], tuple[str, str]] = {}
+        self._refused: dict[tuple[Kind, str, str], tuple[str, float, Invalid]] = {}
 
     def live(self, obj: Mapping[str, Any]) -> Object | None:
         metadata = obj["metadata"]
@@ -69,10 +75,23 @@ class Applier:
         return settled is None or settled != (fingerprint(dict(obj)), _shape(live))
 
     async def check(self, obj: Object) -> None:
-        """Have the API server judge the object without storing it. Invalid and Forbidden say what is wrong."""
-        if self.differs(obj):
-            await self._claim(obj)
+        """Have the API server judge the object without storing it. Invalid and Forbidden say what is wrong.
+
+        What it found invalid is not shown to it again for a while: only another object can be better.
+        """
+        if not self.differs(obj):
+            return
+        place, content, now = _place(obj), fingerprint(obj["spec"]), asyncio.get_running_loop().time()
+        known = self._refused.pop(place, None)
+        if known is not None and known[0] == content and now - known[1] < REFUSED_SECONDS:
+            self._refused[place] = known
+            raise known[2]
+        await self._claim(obj)
+        try:
             await self._kube.apply(stamped(obj), dry_run=True)
+        except Invalid as error:
+            self._refused[place] = (content, now, error)
+            raise
 
     async def ensure(self, obj: Object) -> bool:
         """Apply where it differs; True when something was written. NameTaken and StillGoing say why it cannot be."""
@@ -163,9 +182,11 @@ def carries(live: Any, ours: Any, field: str = "", parent: str = "") -> bool:
     if live is None:
         return not ours
     if isinstance(ours, Mapping):
-        if not isinstance(live, Mapping):
+        if not isinstance(live, Mapping) or (field in _WHOLE and set(live) != set(ours)):
             return False
-        return all(carries(live.get(key), value, str(key), field) for key, value in ours.items())
+        # What is inside a map of one piece is of one piece too: matchLabels.
+        inside = field if field in _WHOLE and field != "nodeSelector" else ""
+        return all(carries(live.get(key), value, inside or str(key), field) for key, value in ours.items())
     if isinstance(ours, Sequence) and not isinstance(ours, str):
         if not isinstance(live, Sequence) or isinstance(live, str):
             return False

@@ -21,8 +21,8 @@ class KubeError(Exception):
         payload = payload or {}
         reason = str(payload.get("reason") or "Unknown")
         message = str(payload.get("message") or f"the API server answered {status}")
-        if status == 500 and "failed to create typed patch object" in message:
-            # A field that the kind does not have: the API server answers as if the fault were its own.
+        if status == 500 and any(words in message for words in _UNREADABLE):
+            # A field that the kind does not have, a quantity that is none: answered as the server's own fault.
             return Invalid(status, "Invalid", message)
         if status in _CLASSES:
             return _CLASSES[status](status, reason, message)
@@ -53,6 +53,7 @@ class Unavailable(KubeError):
     """No answer, or none that says anything about the object; trying later may help."""
 
 
+_UNREADABLE = ("failed to create typed patch object", "failed to convert new object")
 _CLASSES: dict[int, type[KubeError]] = {
     400: Invalid,
     401: Forbidden,

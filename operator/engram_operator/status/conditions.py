@@ -208,6 +208,9 @@ def snapshots_ready(seen: Observed) -> Condition:
 
 
 def up_to_date(seen: Observed) -> Condition:
+    before = _before(seen, "UpToDate")
+    if seen.refused is not None and before:  # nothing was rendered to compare with
+        return Condition("UpToDate", str(before["status"]), str(before["reason"]), str(before["message"]))
     if seen.pending is not None:
         return Condition("UpToDate", "False", "OperatorUpgradePending", seen.pending)
     held: dict[str, str] = {}  # one pod for each set of weights

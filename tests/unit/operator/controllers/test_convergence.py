@@ -111,6 +111,7 @@ EDITS: list[tuple[Any, str, dict[str, Any]]] = [
     (STATEFULSETS, "m", {"metadata": {"annotations": {"engram.dev/rendered": None}}}),
     (STATEFULSETS, "m", {"metadata": {"labels": {"engram.dev/model": "x"}}}),
     (SERVICES, "m", {"spec": {"selector": {"app.kubernetes.io/instance": "x"}}}),
+    (SERVICES, "m", {"spec": {"selector": {"added": "x"}}}),
     (SERVICES, "m-pods", {"spec": {"ports": []}}),
     (SERVICE_ACCOUNTS, "m-engine", {"automountServiceAccountToken": True}),
     (DISRUPTION_BUDGETS, "m", {"spec": {"maxUnavailable": 0}}),

@@ -79,6 +79,10 @@ async def test_the_api_servers_judgement_names_the_field_of_the_pod_template() -
     assert (status, reason) == ("False", "InvalidPodTemplate")
     assert "spec.podTemplate.spec.containers[0].foo: Invalid value" in message
     assert world.stateful_set() == before
+    world.kube.forget_requests()
+    world.later(10)
+    await world.look()
+    assert world.kube.writes() == [], "what was found invalid is not tried again and again"
     refusal.times = 0
     world.kube.edit(MODELS, NS, "m", {"spec": {"podTemplate": None}})
     await world.steady()
@@ -86,14 +90,28 @@ async def test_the_api_servers_judgement_names_the_field_of_the_pod_template() -
     assert world.stateful_set()["spec"]["replicas"] == 2
 
 
-async def test_a_field_that_pods_do_not_have_is_the_users_fault_and_not_the_servers() -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [  # as the API server says it, with status 500
+        (
+            "failed to create typed patch object (default/m; apps/v1, Kind=StatefulSet): .spec.template.spec.bogus:"
+            " field not declared in schema",
+            ".spec.podTemplate.spec.bogus: field not declared",
+        ),
+        (
+            "failed to convert new object (default/m; apps/v1, Kind=StatefulSet) to proper version: unable to convert"
+            " unstructured object to apps/v1, Kind=StatefulSet: quantities must match the regular expression",
+            "quantities must match",
+        ),
+    ],
+)
+async def test_what_no_pod_can_be_made_of_is_the_users_fault_and_not_the_servers(words: str, told: str) -> None:
     world = World()
     world.model(podTemplate={"spec": {"bogus": 1}})
-    words = "failed to create typed patch object (default/m; apps/v1, Kind=StatefulSet): .spec.template.spec.bogus:"
-    world.kube.fail(500, "patch", STATEFULSETS, times=None, message=f"{words} field not declared in schema")
+    world.kube.fail(500, "patch", STATEFULSETS, times=None, message=words)
     await world.look()
     assert world.condition("Accepted")[:2] == ("False", "InvalidPodTemplate")
-    assert ".spec.podTemplate.spec.bogus: field not declared" in world.condition("Ready")[2]
+    assert told in world.condition("Ready")[2]
     assert [kind for _, kind, *_ in world.kube.writes() if kind == "services"] == [], (
         "nothing before the pods are right"
     )
