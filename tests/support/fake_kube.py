@@ -167,14 +167,15 @@ class FakeKube(Kube):
         return [(event["type"], event["reason"], event["note"]) for event in found]
 
     def _as_user(self, method: str, path: str, body: Object | None) -> Object:
-        intercept, self.store.intercept = self.store.intercept, lambda request: None
-        before = len(self.store.requests)
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        try:
-            status, payload = self.store.handle(method, path, {}, copy.deepcopy(body), content_type)
-        finally:
-            self.store.intercept = intercept
-            del self.store.requests[before:]
+        with self.store.lock:
+            intercept, self.store.intercept = self.store.intercept, lambda request: None
+            before = len(self.store.requests)
+            try:
+                status, payload = self.store.handle(method, path, {}, copy.deepcopy(body), content_type)
+            finally:
+                self.store.intercept = intercept
+                del self.store.requests[before:]
         assert status < 400, payload
         return payload
 

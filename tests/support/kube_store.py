@@ -8,6 +8,7 @@ leave no trace, and our own resources are checked and defaulted by their schemas
 from __future__ import annotations
 
 import copy
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Change:
     kind: Kind
     type: str
     object: Object
+    before: Object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class KubeStore:
     requests: list[Request] = field(default_factory=list)
     listeners: list[Callable[[Change], None]] = field(default_factory=list)
     intercept: Callable[[Request], None] = lambda request: None  # may raise Refused
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _owners: dict[Key, dict[str, set[apply_merge.Path]]] = field(default_factory=dict)
 
     # Requests
@@ -82,10 +85,11 @@ class KubeStore:
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, content_type: str
     ) -> tuple[int, Object]:
         """Status and payload of one request that is no watch."""
-        try:
-            return self._route(method, path, query, body, content_type)
-        except Refused as refused:
-            return refused.status, refused.payload()
+        with self.lock:
+            try:
+                return self._route(method, path, query, body, content_type)
+            except Refused as refused:
+                return refused.status, refused.payload()
 
     def resolve(self, path: str) -> tuple[Kind, str, str, str]:
         """Kind, namespace, name and subresource of a URL path; "" where it has none."""
@@ -325,13 +329,14 @@ class KubeStore:
 
     def _store(self, key: Key, obj: Object, event: str, propagation: str | None = None) -> Object:
         self.version += 1
+        before = self.objects.get(key)
         obj["metadata"]["resourceVersion"] = str(self.version)
         if event == "DELETED":
             self.objects.pop(key, None)
             self._owners.pop(key, None)
         else:
             self.objects[key] = obj
-        change = Change(self.version, key[0], event, copy.deepcopy(obj))
+        change = Change(self.version, key[0], event, copy.deepcopy(obj), before)
         self.history.append(change)
         for listener in list(self.listeners):
             listener(change)

@@ -162,6 +162,10 @@ class Kube:
             known = self._served[kind.api_version] = (now, plurals)
         return kind.plural in known[1]
 
+    def forget_apis(self) -> None:
+        """Ask anew next time: somebody waits for an API to appear."""
+        self._served.clear()
+
     # Writes
 
     async def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
@@ -312,7 +316,7 @@ class Kube:
                 if response.status < 400:
                     return response.payload
                 error = KubeError.of(response.status, response.payload)
-                if response.status not in RETRIED:
+                if response.status not in RETRIED or isinstance(error, Invalid):
                     raise error
                 wait = response.retry_after_s
             # Full jitter, so that many callers of a server that comes back do not come all at once.

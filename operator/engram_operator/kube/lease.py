@@ -73,8 +73,10 @@ class Election:
         self._renewed = None
         spec = {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
         try:
-            async with asyncio.timeout(self.retry_s):
-                await self.kube.merge_patch(LEASES, self.name, self.namespace, self._patch(self._held, spec))
+            async with asyncio.timeout(self.renew_s / 2):
+                live = self._held or await self.kube.get(LEASES, self.name, self.namespace)
+                if live is not None and (live.get("spec") or {}).get("holderIdentity") == self.identity:
+                    await self.kube.merge_patch(LEASES, self.name, self.namespace, self._patch(live, spec))
         except (KubeError, TimeoutError) as error:
             log.warning("the lease was not released", extra={"error": str(error)})
 

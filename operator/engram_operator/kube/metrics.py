@@ -126,20 +126,21 @@ class HealthServer:
     unready: Callable[[], str]
     _runner: web.AppRunner | None = None
 
-    async def start(self, port: int, host: str | None = None) -> int:
-        """Listen; returns the port, which is chosen when 0 was asked for."""
+    async def start(self, port: int) -> int:
+        """Listen on all addresses; for port 0 on a free port of this machine. Returns the port."""
         app = web.Application()
         app.router.add_get("/healthz", lambda request: self._state(self.unhealthy()))
         app.router.add_get("/readyz", lambda request: self._state(self.unhealthy() or self.unready()))
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        await web.TCPSite(self._runner, None if port else "127.0.0.1", port).start()
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     @staticmethod
     async def _state(trouble: str) -> web.Response:

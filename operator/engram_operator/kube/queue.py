@@ -76,9 +76,11 @@ class KeyedQueue(Generic[Key]):
         try:
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             self._wake.set()
-            if stopping not in done:  # a worker never ends by itself: its error is ours
+            if not stop.is_set():  # a worker never ends by itself: its error is ours
                 for task in done:
-                    task.result()
+                    if not task.cancelled():
+                        task.result()
+                raise RuntimeError("a worker was cancelled")
             await asyncio.wait(tasks, timeout=self.stop_grace_s)
         finally:
             for task in [*tasks, stopping]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,10 @@ from engram_operator.kube.errors import Unavailable
 REQUEST_S = 15.0  # a page of 500 objects takes well under a second
 CONNECT_S = 5.0
 MAX_RETRY_AFTER_S = 30.0
+FIRST_REFUSED_S = 0.1
+LAST_REFUSED_S = 30.0
+
+log = logging.getLogger(__name__)
 
 Configuration = Any  # kubernetes.aio.client.Configuration: the library has no types that mypy takes
 Load = Callable[[], Awaitable[Configuration]]
@@ -66,6 +71,39 @@ class ApiTransport:
             api = await self._connected(api.configuration)
             response = await self._send(api, method, path, query, body, content_type, accept)
         return response
+
+    async def watch_session(self) -> tuple[str, aiohttp.ClientSession]:
+        """The server's address, and a session for long requests that is never answered 401.
+
+        Its requests carry the credentials of the moment; refused ones are read anew and asked again, for as long as it
+        takes. kopf itself would close its session under all other watches on the first 401.
+        """
+        api = await self._connected(None)
+
+        async def authorize(
+            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+        ) -> aiohttp.ClientResponse:
+            delay = FIRST_REFUSED_S
+            api = await self._connected(None)
+            while True:
+                headers: dict[str, str] = {}
+                await api.update_params_for_auth(headers, [], ["BearerToken"], "", "GET", None)
+                for name, value in headers.items():
+                    request.headers[name] = value
+                response = await handler(request)
+                if response.status != 401:
+                    return response
+                response.release()
+                log.warning("credentials were refused: reading them again", extra={"wait_s": delay})
+                api = await self._connected(api.configuration)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, LAST_REFUSED_S)
+
+        # No limit: every watch is a connection that stays.
+        connector = aiohttp.TCPConnector(limit=0, ssl=api.rest_client.ssl_context)
+        agent = {"User-Agent": self.user_agent}
+        session = aiohttp.ClientSession(connector=connector, headers=agent, trust_env=True, middlewares=(authorize,))
+        return api.configuration.host, session
 
     async def close(self) -> None:
         for api in (self._api, self._retired):
