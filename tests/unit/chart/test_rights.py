@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engram_operator.kube.rights import CANARY_RIGHTS, LEASE_RIGHTS, RIGHTS, Rights
 from tests.unit.chart.rendering import CHART, CLUSTER_SCOPED, NAMESPACE, ROOT, of_kind, one, render, values_files
 
 CASES = values_files()
@@ -28,6 +29,18 @@ def rights(rules: list[dict[str, Any]]) -> set[Right]:
 
 def roles(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [obj for kind in ("Role", "ClusterRole") for obj in of_kind(objects, kind)]
+
+
+def table(rights_of: Rights) -> set[Right]:
+    return {(group, resource, verb) for (group, resource), verbs in rights_of.items() for verb in verbs}
+
+
+def test_the_chart_gives_what_the_operator_says_it_needs():
+    assert rights(RULES) == table(RIGHTS)
+    role = one(render(), "Role", f"{ROLE}-lease")
+    assert rights(role["rules"]) == table(LEASE_RIGHTS)
+    granted = rights(one(render(), "ClusterRole", ROLE)["rules"])
+    assert granted - rights(RULES) == table(CANARY_RIGHTS)
 
 
 def test_secrets_can_be_made_and_never_read():
@@ -69,7 +82,6 @@ def test_leases_are_its_own_by_name():
 def test_watched_namespaces_turn_the_cluster_role_into_roles():
     cluster, watched = render(), render(CASES["watched"])
     granted = rights(one(cluster, "ClusterRole", ROLE)["rules"])
-    assert granted - rights(RULES) == {("coordination.k8s.io", "leases", verb) for verb in ("list", "watch")}
     assert of_kind(watched, "ClusterRole", ROLE) == of_kind(watched, "ClusterRoleBinding", ROLE) == []
     found = of_kind(watched, "Role", ROLE)
     assert [role["metadata"]["namespace"] for role in found] == CASES["watched"]["watchNamespaces"]
