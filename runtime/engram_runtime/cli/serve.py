@@ -150,6 +150,23 @@ def add_snapshot_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="write a conversation at most this often (default: 0)",
     )
+    add_retention_flags(group)
+    group.add_argument(
+        "--gc-interval-seconds",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="between two sweeps; 0: no sweeps, nothing is deleted (default: 3600)",
+    )
+    group.add_argument(
+        "--unsafe-skip-snapshot-checks",
+        action="store_true",
+        help="for tests that tamper with stored bytes: restore them unchecked",
+    )
+
+
+def add_retention_flags(group: argparse._ArgumentGroup) -> None:
+    """What a sweep keeps; also those of `snapshots sweep`."""
     group.add_argument(
         "--retention-keep-last",
         type=int,
@@ -166,18 +183,6 @@ def add_snapshot_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--retention-max-conversations", type=int, metavar="N", help="default: no limit")
     group.add_argument("--retention-max-total-size", type=size, metavar="SIZE", help="default: no limit")
-    group.add_argument(
-        "--gc-interval-seconds",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="between two sweeps; 0: no sweeps, nothing is deleted (default: 3600)",
-    )
-    group.add_argument(
-        "--unsafe-skip-snapshot-checks",
-        action="store_true",
-        help="for tests that tamper with stored bytes: restore them unchecked",
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +15,21 @@ from engram_runtime.cli.client import Client
 from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.quantities import show_size
 from engram_runtime.cli.s3 import add_s3_flags, s3_options
+from engram_runtime.cli.serve import add_retention_flags
 from engram_runtime.settings import Settings
 
 PAGE = 200
+TERMINATION_LOG = Path("/dev/termination-log")
+MAX_NOTE = 4000  # the kubelet keeps 4096 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """`deleted` is False for one that was not there; `error` says why one may still be."""
+
+    snapshot_id: str
+    deleted: bool
+    error: str | None = None
 
 
 class Source(Protocol):
@@ -26,7 +39,10 @@ class Source(Protocol):
 
     def row(self, snapshot_id: str) -> dict[str, Any]: ...
 
-    def delete(self, snapshot_id: str) -> None: ...
+    def delete(self, snapshot_ids: Sequence[str]) -> list[Deletion]:
+        """One result an id, in order; those that failed do not keep the others."""
+
+    def sweep(self, options: argparse.Namespace) -> dict[str, Any]: ...
 
     def fsck(self, repair: bool) -> list[dict[str, Any]]: ...
 
@@ -34,7 +50,7 @@ class Source(Protocol):
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "snapshots",
-        help="list, show, delete and verify snapshots",
+        help="list, show, delete, sweep and verify snapshots",
         description="Snapshots of a running server (--base-url), or of a store read directly (--store).",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -42,10 +58,24 @@ def register(commands: Any) -> None:
     ls.add_argument("--conversation-id", metavar="ID")
     ls.add_argument("--branch-name", metavar="NAME")
     ls.add_argument("--limit", type=int, default=50, help="default: 50")
+    ls.add_argument(
+        "--all-tenants", action="store_true", help="with --store: everybody's, with hashes in the place of names"
+    )
     show = _action(actions, "show", _show, "one snapshot in full")
     show.add_argument("id")
-    rm = _action(actions, "rm", _rm, "delete snapshots in every tier")
+    rm = _action(
+        actions,
+        "rm",
+        _rm,
+        "delete snapshots in every tier; with --store of any tenant, and what is gone already is no error",
+    )
     rm.add_argument("id", nargs="+")
+    _add_termination_log(rm)
+    sweep = _action(
+        actions, "sweep", _sweep, "apply retention and collect garbage now (by a server's admin port, or --store)"
+    )
+    add_retention_flags(sweep.add_argument_group("with --store: what stays"))
+    _add_termination_log(sweep)
     fsck = _action(actions, "fsck", _fsck, "verify every object: signatures, checksums, references")
     fsck.add_argument("--repair", action="store_true", help="remove what cannot be used")
 
@@ -63,11 +93,32 @@ def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentPa
     where.add_argument(
         "--tenant-key-file", type=Path, metavar="FILE", help="with --store (default: the one in $XDG_STATE_HOME/engram)"
     )
-    where.add_argument("--tenant", default="default", metavar="NAME", help="with --store (default: default)")
+    where.add_argument(
+        "--tenant", metavar="NAME", help="with --store (default: the tenant of servers without keys; show, rm: any)"
+    )
     add_s3_flags(parser.add_argument_group("with --store s3://BUCKET[/PREFIX]"))
     parser.add_argument("--json", action="store_true", help="JSON lines")
-    parser.set_defaults(func=run)
+    # An id names one snapshot of one tenant: whoever has the key and the store need not say whose.
+    parser.set_defaults(func=run, everybody=run in (_show, _rm))
     return parser
+
+
+def _add_termination_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--termination-log",
+        type=Path,
+        default=TERMINATION_LOG,
+        metavar="FILE",
+        help=f"gets the result, or the error, if it exists (default: {TERMINATION_LOG})",
+    )
+
+
+def _note(options: argparse.Namespace, text: str) -> None:
+    """For whoever reads a Job's end."""
+    path: Path = options.termination_log
+    if path.exists():
+        with suppress(OSError):
+            path.write_text(text[:MAX_NOTE] + "\n", encoding="utf-8")
 
 
 class _Remote:
@@ -94,21 +145,33 @@ class _Remote:
         found: dict[str, Any] = self._client.call("GET", f"/v1/snapshots/{snapshot_id}")
         return found
 
-    def delete(self, snapshot_id: str) -> None:
-        self._client.call("DELETE", f"/v1/snapshots/{snapshot_id}")
+    def delete(self, snapshot_ids: Sequence[str]) -> list[Deletion]:
+        found = []
+        for snapshot_id in snapshot_ids:
+            try:
+                self._client.call("DELETE", f"/v1/snapshots/{snapshot_id}")
+                found.append(Deletion(snapshot_id, True))
+            except CommandError as error:
+                found.append(Deletion(snapshot_id, False, str(error)))
+        return found
+
+    def sweep(self, options: argparse.Namespace) -> dict[str, Any]:
+        report: dict[str, Any] = self._admin("sweep")
+        return report
 
     def fsck(self, repair: bool) -> list[dict[str, Any]]:
+        tiers: list[dict[str, Any]] = self._admin("fsck", repair=str(repair).lower())["tiers"]
+        return tiers
+
+    def _admin(self, call: str, **params: str) -> Any:
         try:
-            tiers: list[dict[str, Any]] = self._client.call(
-                "POST", "/snapshots/fsck", params={"repair": str(repair).lower()}
-            )["tiers"]
+            return self._client.call("POST", f"/snapshots/{call}", params=params)
         except CommandError as error:
             if "there is no" in str(error):
                 raise CommandError(
-                    f"{error}: fsck is a call of the admin port (--base-url http://HOST:8001)"
+                    f"{error}: {call} is a call of the admin port (--base-url http://HOST:8001)"
                 ) from error
             raise
-        return tiers
 
 
 @contextmanager
@@ -123,13 +186,17 @@ def _source(options: argparse.Namespace) -> Iterator[Source]:
         raise CommandError("--store and --base-url exclude each other")
     key_file = options.tenant_key_file or settings.state_dir / "tenant-key"
     open_store = load("engram_runtime.cli.offline:open_store", command="snapshots")
-    with open_store(options.store, key_file, options.tenant, s3) as source:
+    everybody = options.everybody or getattr(options, "all_tenants", False)
+    tenant = options.tenant or (None if everybody else "default")
+    with open_store(options.store, key_file, tenant, s3) as source:
         yield source
 
 
 def _ls(options: argparse.Namespace) -> int:
     if options.limit < 1:
         raise CommandError(f"--limit must be >= 1, got {options.limit}")
+    if options.all_tenants and (options.store is None or options.tenant is not None):
+        raise CommandError("--all-tenants needs --store, and no --tenant")
     with _source(options) as source:
         rows = source.rows(options.conversation_id, options.branch_name, options.limit)
         if options.json:
@@ -172,10 +239,43 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _rm(options: argparse.Namespace) -> int:
-    with _source(options) as source:
-        for snapshot_id in options.id:
-            source.delete(snapshot_id)
-            print(json.dumps({"id": snapshot_id, "deleted": True}) if options.json else f"{snapshot_id} deleted")
+    """Exit code 0: none of them is there any more."""
+    try:
+        with _source(options) as source:
+            results = source.delete(options.id)
+    except (CommandError, ValueError) as error:
+        _note(options, str(error))
+        raise
+    for result in results:
+        if options.json:
+            print(json.dumps({"id": result.snapshot_id, "deleted": result.deleted, "error": result.error}))
+        elif result.error is None:
+            print(f"{result.snapshot_id} {'deleted' if result.deleted else 'was not there'}")
+    failed = [result for result in results if result.error is not None]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        _note(options, f"{failed[0].snapshot_id}: {failed[0].error}{more}")
+        raise CommandError(f"{failed[0].snapshot_id}: {failed[0].error}{more}")
+    deleted = sum(result.deleted for result in results)
+    _note(options, json.dumps({"snapshots_deleted": deleted, "snapshots_missing": len(results) - deleted}))
+    return 0
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    try:
+        with _source(options) as source:
+            report = source.sweep(options)
+    except (CommandError, ValueError) as error:
+        _note(options, str(error))
+        raise
+    _note(options, json.dumps(report))
+    if options.json:
+        print(json.dumps(report))
+    else:
+        print(
+            f"{report['snapshots_deleted']} snapshots and {report['files_deleted']} KV files deleted, "
+            f"{show_size(report['bytes_deleted'])}"
+        )
     return 0
 
 

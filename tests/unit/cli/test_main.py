@@ -34,7 +34,7 @@ def test_every_command_explains_itself(command, capsys):
     assert len(capsys.readouterr().out) > 200
 
 
-@pytest.mark.parametrize("action", ["ls", "show", "rm", "fsck"])
+@pytest.mark.parametrize("action", ["ls", "show", "rm", "sweep", "fsck"])
 def test_snapshot_actions_take_a_server_or_a_store(action, capsys):
     with pytest.raises(SystemExit):
         main(["snapshots", action, "--help"])
