@@ -8,16 +8,18 @@ sequence is the turn's answer, so only `history` is kept.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.engine.request import Identity, Request
 from engram_runtime.engine.sequence import Sequence
 from engram_runtime.snapshots.policy.ids import new_id
-from engram_runtime.snapshots.types import Capture, Snapshots
+from engram_runtime.snapshots.types import Capture, SaveResult, Snapshots
 
 COVER_SLACK = 32
 """A durable boundary (or the beginning) this close below user_start makes a second state pointless: computing so little
@@ -76,6 +78,9 @@ class Boundaries:
         self._post_release = post_release
         self._held: dict[TurnKey, _Held] = {}
         self._newest: OrderedDict[tuple[str, str, str], tuple[int, str | None]] = OrderedDict()
+        self._moved: OrderedDict[str, str] = OrderedDict()
+        """Branches of snapshots that another writer was faster than, by id. Written by the service's threads."""
+        self._moved_lock = threading.Lock()
         self._rewarmed: OrderedDict[tuple[str, str], int] = OrderedDict()
         """Tokens computed in the background for a conversation, until a turn of it reports them."""
         self.saves_requested = 0
@@ -100,10 +105,13 @@ class Boundaries:
             conversation, branch = turn.conversation_id, turn.branch_name
             base = next((mark for mark in marks if mark.conversation_id == conversation), None)
         # A shared system prompt makes no kinship: only the conversation's own snapshots, or the one that was named.
-        kin = (m.snapshot_id for m in marks if m.conversation_id == conversation or m.snapshot_id == turn.restore_from)
-        parent = next((snapshot for snapshot in kin if snapshot is not None), None)
+        kin = (m for m in marks if m.conversation_id == conversation or m.snapshot_id == turn.restore_from)
+        kinsman = next((mark for mark in kin if mark.snapshot_id is not None), None)
+        parent = kinsman.snapshot_id if kinsman is not None else None
         number = turn.turn_number
         newest, newest_snapshot = self._newest.get((turn.tenant, conversation, branch), (0, None))
+        if kinsman is not None and kinsman.conversation_id == conversation:
+            branch = self._branch_after(kinsman, branch)
         if number is None and base is not None:
             # A warm-up belongs to the turn it follows; going on from before an answer repeats its turn.
             follows = base.boundary in COMPLETED and request.warm_boundary is None
@@ -113,6 +121,21 @@ class Boundaries:
             number = max(newest, stored) + 1
         request.identity = Identity(conversation, branch, number, parent or newest_snapshot)
         return request.identity
+
+    def _branch_after(self, mark: Mark, branch: str) -> str:
+        """Where a turn goes on that asked for `branch`: on the branch that its parent was moved to."""
+        with self._moved_lock:
+            actual = self._moved.get(mark.snapshot_id or "", mark.branch_name)
+        return actual if actual.startswith(f"{branch}~") else branch
+
+    def _note_branch(self, snapshot_id: str, asked: str, result: SaveResult) -> None:
+        """Any thread: a save is over."""
+        if result.branch_name == asked:
+            return
+        with self._moved_lock:
+            self._moved[snapshot_id] = result.branch_name
+            if len(self._moved) > REMEMBERED_TURNS:
+                self._moved.popitem(last=False)
 
     # Capturing
 
@@ -286,6 +309,7 @@ class Boundaries:
             tag=turn.tag,
             ttl_seconds=turn.ttl_seconds,
             durable=turn.durable,
+            on_done=partial(self._note_branch, snapshot, identity.branch_name),
         )
         return capture, leases
 

@@ -352,7 +352,10 @@ class LLMEngine:
             auto_save=turn is not None and turn.save and self.snapshots is not None,
         )
         if restore is not None and restore.error is not None:
-            report.restore_failed, report.restore_error = True, restore.error
+            # A tier that could not be asked costs nothing where the device has all that earlier turns left.
+            start = turn.boundaries.get("user_start") if turn is not None and turn.restore_from is None else None
+            if start is None or first.prefix_tokens < start:
+                report.restore_failed, report.restore_error = True, restore.error
             report.restore_time_ms = restore.milliseconds
         elif restore is not None and restore.tier is not None and first.prefix_tokens > restore.gpu_position:
             report.tier, report.bytes = restore.tier, restore.bytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_CANDIDATES = 16
+CLOSE = 8  # candidates of the newest turns, wherever they may have left something; of older ones only their ends
 
 
 class Encoding(Protocol):
@@ -114,9 +115,12 @@ def anchor_candidates(
     """Token positions at which earlier turns may have left an anchor, most promising first.
 
     messages: (role, content as rendered) in order. Earlier turns ended where the content of a user or tool message
-    begins (next_history, user_start), behind such a message (history) or at the end of a reply (turn_end). Contents are
-    searched from the end of the text; a wrong guess costs one probe that finds nothing.
+    begins (next_history, user_start), behind such a message (history) or at the end of a reply (turn_end). Of turns
+    long ago only the first of these is named, and the last candidate is the beginning of the first such message: the
+    system prompt, which other conversations share. Contents are searched from the end of the text; a wrong guess costs
+    one probe that finds nothing.
     """
+    opening: int | None = None
     found: dict[int, None] = {}
 
     def add(position: int | None) -> None:
@@ -129,8 +133,6 @@ def anchor_candidates(
     suffix: str | None = None
     header = _user_header(main, user_start or 0, separators)
     for role, content in reversed(messages):
-        if len(found) >= MAX_CANDIDATES:
-            break
         needle = content.strip()
         start = main.text.rfind(needle, 0, limit) if needle else -1
         if start < 0:
@@ -140,9 +142,16 @@ def anchor_candidates(
             # What the template writes behind a message, learned from the last one.
             suffix = main.text[end : main.ends[history - 1]] if main.ends[history - 1] >= end else ""
         if role in ("user", "tool"):
+            opening = main.tokens_before(start)
+        if len(found) >= CLOSE:
+            if role == "user" and len(found) < MAX_CANDIDATES - 1:
+                add(opening)
+            limit = start
+            continue
+        if role in ("user", "tool"):
             if suffix and main.text.startswith(suffix, end):
                 add(main.tokens_before(end + len(suffix)))
-            add(main.tokens_before(start))
+            add(opening)
             # A result that is rendered inside a user's turn: a reply that was only text was followed up as for a user.
             opened = main.text.rfind(header, 0, start) if role == "tool" and header else -1
             if opened >= 0:
@@ -150,7 +159,10 @@ def anchor_candidates(
         elif role == "assistant":
             add(main.tokens_before(end))
         limit = start
-    return tuple(found)[:MAX_CANDIDATES]
+    close = list(found)[: MAX_CANDIDATES - 1]
+    if opening and opening not in close:
+        close.append(opening)
+    return tuple(close)
 
 
 def _user_header(main: Encoded, user_start: int, separators: frozenset[int]) -> str:

@@ -187,11 +187,13 @@ def finish(state: ServerState, loaded: Loaded, turn: ChatTurn, report: TurnRepor
     else:
         said.append(reply)
     record = replace(turn.record, messages=tuple(said), prompt_tokens=None)
-    state.recent.remember(
-        turn.tenant,
-        Base(record, report.conversation_id, report.branch_name, report.turn_number, report.snapshot_id),
-        len(turn.spec.messages or b"") + len(text),
-    )
+    # A turn that was moved to a branch of its own goes on under the name that its client knows, too.
+    for branch in dict.fromkeys((turn.spec.branch_name, report.branch_name)):
+        state.recent.remember(
+            turn.tenant,
+            Base(record, report.conversation_id, branch, report.turn_number, report.snapshot_id),
+            len(turn.spec.messages or b"") + len(text),
+        )
     state.saving.ended((turn.tenant, report.conversation_id, report.branch_name), turn.spec.durable)
     if turn.chat.date is not None:
         state.dates.pin(turn.tenant, report.conversation_id, said, turn.chat.date)

@@ -151,14 +151,24 @@ def force_head(repository: Repository, space: Space, manifest: Manifest) -> None
 
 
 def erase(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs = MappingProxyType({})) -> None:
-    """Take a snapshot out of a repository: head, manifest (from then on it is not there), anchors, label. KV files are
-    left to the sweep. `heirs` names snapshots that stay and have the same pieces. Deleting what is gone already is
+    """As erase_all, of one."""
+    erase_all(repository, space, [manifest], heirs)
+
+
+def erase_all(
+    repository: Repository, space: Space, manifests: Sequence[Manifest], heirs: Heirs = MappingProxyType({})
+) -> None:
+    """Take snapshots out of a repository: heads, manifests (from then on they are not there), anchors, labels. KV files
+    are left to the sweep. `heirs` names snapshots that stay and have the same pieces. Deleting what is gone already is
     not an error."""
-    for branch in {manifest.branch_name, _stored_branch(repository, space, manifest)}:
-        drop_from_ref(repository, space, manifest.on_branch(branch))
-    repository.store.delete(space.snapshot(manifest.snapshot_id))
-    drop_anchors(repository, space, manifest, heirs)
-    repository.store.delete(space.label(manifest.snapshot_id))
+    for manifest in manifests:
+        for branch in {manifest.branch_name, _stored_branch(repository, space, manifest)}:
+            drop_from_ref(repository, space, manifest.on_branch(branch))
+    repository.store.delete_many([space.snapshot(manifest.snapshot_id) for manifest in manifests])
+    leftovers = [space.label(manifest.snapshot_id) for manifest in manifests]
+    for manifest in manifests:
+        leftovers += _own_anchors(repository, space, manifest, heirs)
+    repository.store.delete_many(list(dict.fromkeys(leftovers)))
 
 
 def _stored_branch(repository: Repository, space: Space, manifest: Manifest) -> str:
@@ -189,9 +199,10 @@ def drop_from_ref(repository: Repository, space: Space, manifest: Manifest) -> N
     raise Conflict(f"the head of branch {manifest.branch_name!r} keeps moving")
 
 
-def drop_anchors(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs = MappingProxyType({})) -> None:
-    """Delete the snapshot's anchors, or give them to an heir that has the same tokens; leave those that a newer
-    snapshot took over."""
+def _own_anchors(repository: Repository, space: Space, manifest: Manifest, heirs: Heirs) -> list[str]:
+    """Keys of the snapshot's anchors that are to be deleted; gives those to an heir that has the same tokens, and
+    leaves those that a newer snapshot took over."""
+    found = []
     chains = {anchor_name(piece.chain): piece for piece in manifest.pieces if piece.end == piece.tensor_end}
     for name in {anchor.name for anchor in manifest.anchors} | chains.keys():
         try:
@@ -208,7 +219,8 @@ def drop_anchors(repository: Repository, space: Space, manifest: Manifest, heirs
         if piece is not None and heir is not None:
             repository.write_anchor(space, name, Anchor(heir, piece.end))
         else:
-            repository.store.delete(space.anchor(name))
+            found.append(space.anchor(name))
+    return found
 
 
 def _ensure_file(repository: Repository, draft: Draft, file: str, source: FileSource, live_seconds: float) -> None:

@@ -193,8 +193,8 @@ def _start(capture: Capture) -> int | None:
 
 
 def _branch(capture: Capture, parent: Record | None) -> str:
-    """A conversation whose last turn was moved to another branch goes on there."""
-    if parent is None or parent.manifest.conversation_id != capture.conversation_id or not parent.own:
+    """A conversation whose last turn was moved to another branch goes on there, whoever lost that race."""
+    if parent is None or parent.manifest.conversation_id != capture.conversation_id:
         return capture.branch_name
     moved = parent.manifest.branch_name
     return moved if moved.startswith(f"{capture.branch_name}~") else capture.branch_name

@@ -12,7 +12,7 @@ from engram_runtime.snapshots import commit
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.events import EventLog
 from engram_runtime.snapshots.io.host_tier import START_STATE, STATE, ItemKey
-from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.io.store import StoreUnavailable, public
 from engram_runtime.snapshots.policy import ids, keys
 from engram_runtime.snapshots.policy.boundaries import rank
 from engram_runtime.snapshots.policy.keys import Space
@@ -287,7 +287,7 @@ class Keeper:
                     with tier.writing():
                         tier.repository.write_tombstone(record.space, event_id, [record.snapshot_id])
             except SnapshotError as error:
-                raise SnapshotError(f"deleted here, not yet on tier {tier.name}: {error}") from error
+                raise SnapshotError(f"deleted here, not yet on tier {tier.name}: {public(error)}") from error
         with self._lock:
             self._undone.pop((record.space, record.snapshot_id), None)
 
@@ -360,6 +360,10 @@ class Keeper:
 
     def host_only_tips(self) -> list[Record]:
         """The newest snapshot of each branch, where that is not durable."""
+        return [record for record in self.tips() if not record.tiers]
+
+    def tips(self) -> list[Record]:
+        """The newest snapshot of each branch, where this process wrote it."""
         newest: dict[tuple[Space, str, str], Record] = {}
         for record in self._shared.catalogue.records():
             manifest = record.manifest
@@ -367,7 +371,7 @@ class Keeper:
             known = newest.get(key)
             if known is None or _age(known.manifest) < _age(manifest):
                 newest[key] = record
-        return [record for record in newest.values() if record.own and not record.tiers]
+        return [record for record in newest.values() if record.own]
 
     def _refresh(self, record: Record) -> None:
         max_age = self._shared.config.max_age_seconds

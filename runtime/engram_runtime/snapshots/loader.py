@@ -182,7 +182,7 @@ class Loader:
                 reasons.append(f"{what} is not on the {tier.name} tier")
                 continue
             except StoreUnavailable as error:
-                reasons.append(f"{tier.name}: {error}")
+                reasons.append(f"{tier.name}: {error.public}")
                 continue
             except SnapshotError as error:
                 log.warning("tier %s: %s", tier.name, error)

@@ -19,6 +19,7 @@ from torch import Tensor
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.catalogue import Record, usable_prefix
 from engram_runtime.snapshots.io import tensors
+from engram_runtime.snapshots.io.store import public
 from engram_runtime.snapshots.loader import Loader
 from engram_runtime.snapshots.policy import cost, ids
 from engram_runtime.snapshots.policy.identity import TokenChain
@@ -80,7 +81,8 @@ class Restorer:
         try:
             result = self._find(search)
         except (SnapshotError, TimeoutError, FutureTimeout) as error:
-            result = Miss(str(error) or "the restore deadline passed", failed=True)
+            told = public(error) if isinstance(error, SnapshotError) else ""
+            result = Miss(told or "the restore deadline passed", failed=True)
         except Exception as error:
             log.exception("snapshot lookup failed")
             result = Miss(f"internal error: {error}", failed=True)
@@ -153,7 +155,8 @@ class Restorer:
             return self._fetch(search, record, position)
         except (SnapshotError, TimeoutError, FutureTimeout) as error:
             search.failed = True
-            search.reasons.append(f"restore_from: {error}")
+            told = public(error) if isinstance(error, SnapshotError) else "it was not read before the deadline"
+            search.reasons.append(f"restore_from: {told}")
             search.found.pop(snapshot_id, None)
             return None
 
@@ -178,7 +181,7 @@ class Restorer:
                 with tier.reading():
                     stored = tier.repository.read_ref(search.space, query.conversation_id, query.branch_name)
             except SnapshotError as error:
-                search.reasons.append(f"{tier.name}: {error}")
+                search.reasons.append(f"{tier.name}: {public(error)}")
                 search.failed = True
                 continue
             if stored is None:
@@ -225,7 +228,7 @@ class Restorer:
             probe.cancel()
             self._remark(search, f"{tier.name}: anchors were not read before the deadline")
         except SnapshotError as error:
-            self._remark(search, f"{tier.name}: {error}")
+            self._remark(search, f"{tier.name}: {public(error)}")
         return None
 
     def _remark(self, search: _Search, reason: str) -> None:
@@ -241,7 +244,7 @@ class Restorer:
         except NotFound:
             search.reasons.append(f"snapshot {snapshot_id} is gone")
         except SnapshotError as error:
-            self._remark(search, f"snapshot {snapshot_id}: {error}")
+            self._remark(search, f"snapshot {snapshot_id}: {public(error)}")
 
     def _load(self, search: _Search, snapshot_id: str) -> Record:
         record = self._shared.load(search.space, snapshot_id, search.query.tenant)
@@ -286,7 +289,7 @@ class Restorer:
             except (TimeoutError, FutureTimeout):
                 self._remark(search, f"snapshot {record.snapshot_id} was not read before the deadline")
             except SnapshotError as error:
-                self._remark(search, f"snapshot {record.snapshot_id}: {error}")
+                self._remark(search, f"snapshot {record.snapshot_id}: {public(error)}")
                 search.useless.add(record.snapshot_id)
                 if not record.tiers:
                     self._shared.catalogue.remove(record.space, record.snapshot_id)

@@ -20,7 +20,7 @@ from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots import commit as commits
 from engram_runtime.snapshots.catalogue import Record
 from engram_runtime.snapshots.gather import gather, keep_on_host, redraft
-from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.io.store import StoreUnavailable, public
 from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.policy.boundaries import check_boundary, rank
 from engram_runtime.snapshots.policy.identity import TokenChain, pack_tokens
@@ -64,6 +64,10 @@ class Saver:
         self._idle = threading.Condition()
         self._captures = 0  # waiting for the gather: their blocks are held
         self._writes = 0  # in flight anywhere behind it
+        self._in_store_lanes = 0  # of these
+        self._hurried = 0.0  # when somebody last began to wait for the end of all
+        self._hopeless = False  # the store was tried since, and is dead
+        self._woken = threading.Condition()
         self._backlog_bytes = 0
         self._closing = threading.Event()
         lanes = shared.config.save_workers
@@ -122,10 +126,30 @@ class Saver:
         self._lane(self._lanes, conversation_id).put(run)
         return True
 
-    def wait(self, deadline_seconds: float) -> bool:
-        """Until nothing is queued or in flight; False when the deadline came first."""
+    def hurry(self) -> None:
+        """Somebody begins to wait: a store that is paused is tried at once."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._captures and not self._writes, max(0.0, deadline_seconds))
+            self._hurried, self._hopeless = time.monotonic(), False
+        for tier in self._shared.tiers:
+            tier.writes.retry_now()
+        with self._woken:
+            self._woken.notify_all()
+
+    def wait(self, deadline_seconds: float) -> bool:
+        """Until nothing is queued or in flight; False when the deadline came first, or when all that is left waits for
+        a store that has been tried since `hurry` and is dead."""
+
+        def over() -> bool:
+            return self._done_with_all() or (
+                self._hopeless and not self._captures and self._writes == self._in_store_lanes
+            )
+
+        with self._idle:
+            self._idle.wait_for(over, max(0.0, deadline_seconds))
+            return self._done_with_all()
+
+    def _done_with_all(self) -> bool:
+        return not self._captures and not self._writes
 
     def wait_gathered(self, deadline_seconds: float) -> bool:
         """Until every capture queued so far is in host memory, where it can be found; False when it took too long."""
@@ -142,6 +166,8 @@ class Saver:
             self._closing.set()
             for lane in (*self._lanes, *self._store_lanes):
                 lane.put(None)
+        with self._woken:
+            self._woken.notify_all()
         for thread in self._threads:
             thread.join(timeout=10)
 
@@ -252,6 +278,9 @@ class Saver:
             self._shared.counters.add("saves_dropped.store_backlog")
             self._finish(write)
             return
+        with self._idle:
+            self._in_store_lanes += 1
+            self._idle.notify_all()
         lane = self._lane(self._store_lanes, write.record.manifest.conversation_id)
         lane.put(lambda: self._write_store(write, store))
 
@@ -267,6 +296,7 @@ class Saver:
         while not self._closing.is_set():
             if self._shared.catalogue.is_gone(write.draft.space, write.record.snapshot_id):
                 break
+            tried, began = store.writes.closed, time.monotonic()
             try:
                 before = write.record.manifest
                 with store.writing():
@@ -276,13 +306,24 @@ class Saver:
                 break
             except StoreUnavailable:
                 self._shared.counters.add("save_retries.store")
-                self._closing.wait(max(RETRY_PAUSE, min(store.writes.retry_in(), 5.0)))
+                with self._idle:
+                    if tried and began >= self._hurried and not store.writes.healthy:
+                        self._hopeless = True
+                        self._idle.notify_all()
+                self._sleep(max(RETRY_PAUSE, min(store.writes.retry_in(), 5.0)), began)
             except Exception as error:
                 self._failed(write, store, error)
                 break
         else:
             write.reasons.append("store: closed before the store was reached")
+        with self._idle:
+            self._in_store_lanes -= 1
         self._finish(write)
+
+    def _sleep(self, seconds: float, began: float) -> None:
+        """Until the next try, which a hurry brings forward (also one since `began`)."""
+        with self._woken:
+            self._woken.wait_for(lambda: self._closing.is_set() or self._hurried > began, seconds)
 
     def _commit(self, write: _Write, tier: Tier, rule: commits.HeadRule) -> None:
         shared, record, draft = self._shared, write.record, write.draft
@@ -415,7 +456,8 @@ class Saver:
         log.warning(
             "snapshot %s is not on tier %s: %s", write.record.snapshot_id, tier.name, error, exc_info=unexpected
         )
-        write.reasons.append(f"{tier.name}: {error}")
+        told = public(error) if isinstance(error, SnapshotError) else str(error)
+        write.reasons.append(f"{tier.name}: {told}")
         self._shared.counters.add(f"saves_failed.{tier.name}")
         self._shared.outcomes.failed(f"{tier.name}: {error}")
         if isinstance(error, commits.PieceLost):

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from engram_runtime.errors import NotFound, SnapshotError
-from engram_runtime.snapshots import fsck
+from engram_runtime.snapshots import fsck, inventory
 from engram_runtime.snapshots.catalogue import Catalogue, Record
 from engram_runtime.snapshots.events import EventLog
 from engram_runtime.snapshots.io.host_tier import HostTier
@@ -29,7 +29,7 @@ from engram_runtime.snapshots.keeper import Keeper
 from engram_runtime.snapshots.loader import Loader
 from engram_runtime.snapshots.outcomes import OutcomeLog
 from engram_runtime.snapshots.overview import Overview
-from engram_runtime.snapshots.policy import ids
+from engram_runtime.snapshots.policy import ids, keys
 from engram_runtime.snapshots.policy.cost import Speed
 from engram_runtime.snapshots.policy.identity import Keyring
 from engram_runtime.snapshots.policy.keys import Space, is_ref
@@ -61,7 +61,9 @@ from engram_runtime.snapshots.types import (
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
+LOOK_SECONDS = 1.0  # between two looks at the tiers' health
 SAVE_NOW_SECONDS = 60.0
+SAMPLED_TENANTS = 8
 
 
 def open_store(uri: str, s3: S3Options | None = None) -> ObjectStore:
@@ -104,7 +106,7 @@ class SnapshotService:
         for name, inner in (("disk", disk), ("store", store)):
             if config.enabled and inner is not None:
                 metered = MeteredStore(inner, name, counters)
-                tiers.append(Tier(name, Repository(name, metered, keyring, layout, verify=config.verify)))
+                tiers.append(Tier(name, Repository(name, metered, keyring, layout, verify=config.verify), metered))
         self._shared = shared = Shared(
             config=config,
             abi=state_abi,
@@ -137,6 +139,7 @@ class SnapshotService:
         hooks = SweepHooks(protected=self._not_stored_elsewhere, on_gone=self._keeper.swept)
         self._sweeper = Sweeper(config, hooks, clock, stateful=bool(layout.states))
         self._sweeping = threading.Lock()
+        self._behind = False
         self._closed = threading.Event()
         self._background = threading.Thread(target=self._tend, name="engram-snapshots", daemon=True)
         if tiers:
@@ -302,8 +305,9 @@ class SnapshotService:
                     ready=bad.healthy,
                     reason=bad.reason if not bad.healthy else "Ready",
                     message=bad.message if not bad.healthy else getattr(tier.repository.store, "report", ""),
-                    bytes=(self._quota.used or 0) if disk else 0,
+                    bytes=(self._quota.used or 0) if disk else tier.store.nbytes,
                     capacity=self._quota.capacity if disk else None,
+                    objects=tier.store.objects,
                     read_bytes_per_second=tier.speed.bytes_per_second if tier.speed.measured else None,
                 )
             )
@@ -317,6 +321,7 @@ class SnapshotService:
 
     def flush(self, deadline_seconds: float) -> bool:
         deadline = time.monotonic() + deadline_seconds
+        self._saver.hurry()
         if not self._saver.wait(deadline_seconds):
             return False
         for record in self._keeper.host_only_tips() if self._shared.tiers else []:
@@ -376,17 +381,60 @@ class SnapshotService:
         interval = self.config.gc_interval_seconds
         next_sweep = time.monotonic() + interval
         pause = min(POLL_SECONDS, interval) if interval else POLL_SECONDS
-        while not self._closed.wait(pause):
+        self._count()
+        next_poll = time.monotonic() + pause
+        while not self._closed.wait(min(pause, LOOK_SECONDS)):
             try:
-                for tier in self._shared.tiers:
-                    if not tier.writes.healthy and tier.writes.closed:
-                        tier.probe()  # nobody may be writing, and people watch the condition
-                self._keeper.poll()
+                self._mend()
+                if time.monotonic() >= next_poll:
+                    self._keeper.poll()
+                    next_poll = time.monotonic() + pause
                 if interval and time.monotonic() >= next_sweep:
                     self.sweep()
                     next_sweep = time.monotonic() + interval
             except Exception:
                 log.exception("snapshot background work failed")
+
+    def _healthy(self) -> bool:
+        return all(tier.writes.healthy and tier.reads.healthy for tier in self._shared.tiers)
+
+    def _count(self) -> None:
+        """What the tiers hold, before the first sweep says so. One listing a process."""
+        for tier in self._shared.tiers:
+            with suppress(SnapshotError), tier.reading():
+                listing = inventory.take(tier.repository.objects(keys.ROOT))
+                tier.store.holds(len(listing.snapshots) + len(listing.kv), listing.nbytes)
+                self._warn_of_other_keys(tier, listing)
+
+    def _warn_of_other_keys(self, tier: Tier, listing: inventory.Inventory) -> None:
+        """A key that was lost or replaced does not announce itself: there is just nothing to restore."""
+        newest = {space.namespace: (space, snapshot_id) for space, snapshot_id in reversed(listing.snapshots)}
+        strangers = 0
+        for space, snapshot_id in list(newest.values())[:SAMPLED_TENANTS]:
+            try:
+                tier.repository.open_snapshot(space, snapshot_id)
+            except SnapshotError as error:
+                strangers += "signature" in str(error)
+        if strangers:
+            log.warning(
+                "snapshot tier %s holds snapshots that are not signed with this tenant key (of %d of %d tenants looked "
+                "at): they cannot be restored here, and are left alone",
+                *(tier.name, strangers, min(len(newest), SAMPLED_TENANTS)),
+            )
+
+    def _mend(self) -> None:
+        """Try a tier that was away: nobody may be writing, and people watch the condition. Then give it the newest
+        turns that it missed, without waiting for a restore or a save."""
+        for tier in self._shared.tiers:
+            if any(not breaker.healthy and breaker.closed for breaker in (tier.writes, tier.reads)):
+                tier.probe()
+        if not self._healthy():
+            self._behind = True
+        elif self._behind:
+            self._behind = False
+            for record in self._keeper.tips():
+                if not record.level:
+                    self._saver.make_durable(record)
 
     def _not_stored_elsewhere(self) -> set[str]:
         """On a disk in front of a store: snapshots that the store does not have yet."""

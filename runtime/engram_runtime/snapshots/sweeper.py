@@ -26,7 +26,6 @@ from engram_runtime.snapshots.types import SnapshotConfig, SweepReport
 
 log = logging.getLogger(__name__)
 TOMBSTONE_SECONDS = 30 * 86400.0
-CLOCK_SKEW = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,12 @@ class Sweeper:
     def sweep(self, tier: Tier, *, tombstones: bool) -> SweepReport:
         """One pass. `tombstones` on the tier that other replicas read. StoreUnavailable ends it early."""
         with tier.reading():
-            started = self._clock()
             repository = tier.repository
+            # Ages are told by the clock that dated the files: this machine's may be hours off.
+            clock = repository.store.now()
+            started = self._clock() if clock is None else clock
             listing = inventory.take(repository.objects(keys.ROOT))
+            tier.store.holds(len(listing.snapshots) + len(listing.kv), listing.nbytes)
             known = inventory.manifests(repository, listing, self._cache)
             foreign = inventory.foreign(listing, known)
             policy = RetentionPolicy(
@@ -76,41 +78,42 @@ class Sweeper:
             for space, snapshot_ids in by_space.items():
                 staying = {i: m for (s, i), m in known.items() if s == space and i not in chosen}
                 heirs = {} if self._stateful else _heirs(staying)
-                gone = [i for i in snapshot_ids if self._let_go(tier, space, listing, known, heirs, i)]
+                gone = [i for i in snapshot_ids if self._is_unused(tier, space, listing, i)]
+                self._let_go(tier, space, known, heirs, gone)
                 deleted += len(gone)
                 freed += sum(listing.snapshots[space, i].size for i in gone)
                 if tombstones:
-                    self._bury(tier, space, gone)
+                    self._bury(tier, space, gone, started)
             files, bytes_freed = self._collect(tier, listing, known, foreign, started)
             self._forget_old_tombstones(tier, listing, started)
             repository.store.clean_uploads(started - self._config.gc_grace_seconds)
         return SweepReport(deleted, files, freed + bytes_freed)
 
+    def _is_unused(self, tier: Tier, space: Space, listing: Inventory, snapshot_id: str) -> bool:
+        """Since the listing."""
+        try:
+            now = tier.repository.store.head(space.snapshot(snapshot_id))
+        except NotFound:
+            return True
+        return now.modified <= listing.snapshots[space, snapshot_id].modified
+
     def _let_go(
         self,
         tier: Tier,
         space: Space,
-        listing: Inventory,
         known: dict[tuple[Space, str], Manifest],
         heirs: commit.Heirs,
-        snapshot_id: str,
-    ) -> bool:
-        """Delete one snapshot, unless it was used since the listing."""
-        try:
-            now = tier.repository.store.head(space.snapshot(snapshot_id))
-        except NotFound:
-            now = None
-        if now is not None and now.modified > listing.snapshots[space, snapshot_id].modified:
-            return False
-        manifest = known.pop((space, snapshot_id))
-        commit.erase(tier.repository, space, manifest, heirs)
-        self._cache.forget(space, snapshot_id)
-        self._hooks.on_gone(space, snapshot_id)
-        return True
+        snapshot_ids: list[str],
+    ) -> None:
+        """Delete snapshots."""
+        commit.erase_all(tier.repository, space, [known.pop((space, i)) for i in snapshot_ids], heirs)
+        for snapshot_id in snapshot_ids:
+            self._cache.forget(space, snapshot_id)
+            self._hooks.on_gone(space, snapshot_id)
 
-    def _bury(self, tier: Tier, space: Space, snapshot_ids: list[str]) -> None:
+    def _bury(self, tier: Tier, space: Space, snapshot_ids: list[str], started: float) -> None:
         for first in range(0, len(snapshot_ids), MAX_TOMBSTONE_IDS):
-            event_id = ids.new_id(self._clock())
+            event_id = ids.new_id(started)
             tier.repository.write_tombstone(space, event_id, snapshot_ids[first : first + MAX_TOMBSTONE_IDS])
 
     def _collect(
@@ -133,30 +136,30 @@ class Sweeper:
         for space, files in by_space.items():
             if space.namespace in foreign:
                 continue
-            before = self._read_condemned(tier, space)
+            before = self._read_condemned(tier, space, started)
             condemned = {file: before.get(file, started) for file in files}
             ripe = [
                 f for f, since in condemned.items() if started - since >= grace and started - files[f].modified >= grace
             ]
             if ripe:
-                needed = self._newly_needed(tier, space, listing, started)
-                for file in ripe:
-                    if file not in needed and self._delete_file(tier, space, file, files[file]):
-                        count += 1
-                        freed += files[file].size
-                        del condemned[file]
+                needed = self._newly_needed(tier, space, listing)
+                going = [f for f in ripe if f not in needed and self._is_untouched(tier, space.kv(f), files[f])]
+                for file in going:
+                    tier.repository.forget(space.kv(file))
+                tier.repository.store.delete_many([space.kv(file) for file in going])
+                count += len(going)
+                freed += sum(files[file].size for file in going)
+                condemned = {file: since for file, since in condemned.items() if file not in going}
             self._write_condemned(tier, space, condemned, before)
         return count, freed
 
-    def _newly_needed(self, tier: Tier, space: Space, listing: Inventory, started: float) -> set[str]:
-        """KV files of snapshots that appeared since the listing was taken."""
-        floor = ids.id_floor(started - CLOCK_SKEW)
+    def _newly_needed(self, tier: Tier, space: Space, listing: Inventory) -> set[str]:
+        """KV files of snapshots that appeared since the listing was taken. All are looked at: an id has the time of its
+        writer's clock, whatever that was."""
         needed: set[str] = set()
         for info in tier.repository.objects(space.snapshots()):
             parsed = keys.parse(info.key)
             if parsed is None or (space, parsed.name) in listing.snapshots:
-                if parsed is not None and parsed.name > floor:
-                    break
                 continue
             try:
                 needed |= self._cache.read(tier.repository, space, parsed.name).files()
@@ -164,18 +167,14 @@ class Sweeper:
                 continue
         return needed
 
-    def _delete_file(self, tier: Tier, space: Space, file: str, listed: ObjectInfo) -> bool:
-        key = space.kv(file)
+    def _is_untouched(self, tier: Tier, key: str, listed: ObjectInfo) -> bool:
+        """A writer touches what it is about to refer to."""
         try:
-            if tier.repository.store.head(key).modified > listed.modified:
-                return False  # a writer touched it: it is about to be referred to
+            return tier.repository.store.head(key).modified <= listed.modified
         except NotFound:
             return False
-        tier.repository.forget(key)
-        tier.repository.store.delete(key)
-        return True
 
-    def _read_condemned(self, tier: Tier, space: Space) -> dict[str, float]:
+    def _read_condemned(self, tier: Tier, space: Space, started: float) -> dict[str, float]:
         """Not signed: the worst a forger can do here is to shorten a grace period."""
         try:
             document = json.loads(tier.repository.store.get(space.condemned()))
@@ -183,7 +182,7 @@ class Sweeper:
             return {}
         if not isinstance(document, dict):
             return {}
-        return {k: float(v) for k, v in document.items() if isinstance(v, (int, float)) and v <= self._clock()}
+        return {k: float(v) for k, v in document.items() if isinstance(v, (int, float)) and v <= started}
 
     def _write_condemned(self, tier: Tier, space: Space, condemned: dict[str, float], before: dict[str, float]) -> None:
         if condemned == before:
@@ -194,9 +193,12 @@ class Sweeper:
             tier.repository.store.delete(space.condemned())
 
     def _forget_old_tombstones(self, tier: Tier, listing: Inventory, started: float) -> None:
-        for space, event_id, _ in listing.other.get("gone", []):
-            if ids.id_time(event_id) < started - TOMBSTONE_SECONDS:
-                tier.repository.store.delete(space.tombstone(event_id))
+        old = [
+            space.tombstone(event_id)
+            for space, event_id, _ in listing.other.get("gone", [])
+            if ids.id_time(event_id) < started - TOMBSTONE_SECONDS
+        ]
+        tier.repository.store.delete_many(old)
 
 
 def _heirs(staying: dict[str, Manifest]) -> dict[str, str]:

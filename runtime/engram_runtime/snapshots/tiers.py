@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.io.repository import Repository
 from engram_runtime.snapshots.io.store import ObjectInfo, ObjectStore, StoreUnavailable
+from engram_runtime.snapshots.policy import keys
 from engram_runtime.snapshots.policy.cost import Speed
 
 FIRST_PAUSE = 1.0
@@ -38,12 +39,20 @@ class Counters:
 
 
 class MeteredStore:
-    """Counts requests and bytes of a store, because requests cost money at a million conversations."""
+    """Counts requests and bytes of a store, because requests cost money at a million conversations.
+
+    `objects` and `nbytes` are what it holds: as last listed, with what this process has written since.
+    """
 
     def __init__(self, inner: ObjectStore, tier: str, counters: Counters) -> None:
         self.inner = inner
         self._tier = tier
         self._counters = counters
+        self.objects = 0
+        self.nbytes = 0
+
+    def holds(self, objects: int, nbytes: int) -> None:
+        self.objects, self.nbytes = objects, nbytes
 
     @property
     def report(self) -> str:
@@ -56,7 +65,11 @@ class MeteredStore:
     def put(self, key: str, parts: Sequence[memoryview | bytes], *, if_absent: bool = False) -> None:
         self._count("puts")
         self.inner.put(key, parts, if_absent=if_absent)
-        self._count("bytes_written", sum(memoryview(part).nbytes for part in parts))
+        size = sum(memoryview(part).nbytes for part in parts)
+        self._count("bytes_written", size)
+        parsed = keys.parse(key)
+        if parsed is not None and parsed.kind in ("kv", "snap"):
+            self.holds(self.objects + 1, self.nbytes + size)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         self._count("gets")
@@ -88,6 +101,14 @@ class MeteredStore:
     def delete(self, key: str) -> None:
         self._count("deletes")
         self.inner.delete(key)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self._count("deletes", len(keys))
+        self.inner.delete_many(keys)
+
+    def now(self) -> float | None:
+        self._count("lists")
+        return self.inner.now()
 
     def touch(self, key: str) -> None:
         self._count("touches")
@@ -150,6 +171,11 @@ class Breaker:
                 self._until = self._clock() + self._pause
                 self._pause = min(self._pause * 2, LONGEST_PAUSE)
 
+    def retry_now(self) -> None:
+        """Somebody cannot wait for the end of the pause."""
+        with self._lock:
+            self._until = 0.0
+
     def retry_in(self) -> float:
         """Seconds until the next try may be made."""
         with self._lock:
@@ -159,9 +185,10 @@ class Breaker:
 class Tier:
     """`writes` and `reads` fail apart: a full disk can still be read."""
 
-    def __init__(self, name: str, repository: Repository) -> None:
+    def __init__(self, name: str, repository: Repository, store: MeteredStore) -> None:
         self.name = name
         self.repository = repository
+        self.store = store
         self.speed = Speed(name)
         self.writes = Breaker(1 if name == "disk" else 3)
         self.reads = Breaker(3)

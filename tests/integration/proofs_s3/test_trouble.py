@@ -35,7 +35,7 @@ def proxy(bucket: Bucket) -> Iterator[FaultProxy]:
 @pytest.fixture
 def place(checkpoint: Callable[..., Path], kind: str, bucket: Bucket, proxy: FaultProxy) -> Place:
     """A server that reaches the bucket through the proxy, and is not patient."""
-    hasty = replace(bucket.options, endpoint_url=proxy.url, deadline_seconds=0.6, read_timeout_seconds=0.3)
+    hasty = replace(bucket.options, endpoint_url=proxy.url, deadline_seconds=2.0, read_timeout_seconds=1.0)
     return Place(checkpoint(kind), Bucket(bucket.server, hasty).fields)
 
 
@@ -49,9 +49,10 @@ def test_away_for_a_whole_conversation(
     with place.serve() as running:
         for text in ("Who wrote the book?", "What is the capital of France?", "Is it far away?"):
             told = chat.say(running, text, stored=False)
-            # Device and host remember; that the bucket could not be asked for more is said.
+            # Device and host remember. That the bucket could not be asked is said of a turn that it might have helped.
             assert (told["tier"] in ("gpu", "host")) == (told["restored_tokens"] > 0) == (told["turn_number"] > 1)
-            assert (told["restore_failed"], bool(told["restore_error"])) == (True, True)
+            assert told["restore_failed"] == bool(told["restore_error"]) == (told["turn_number"] == 1)
+            assert proxy.url not in str(told["restore_error"])
         seen = in_trouble(running, "store")
         assert seen["reason"] == reason
         assert seen["message"]

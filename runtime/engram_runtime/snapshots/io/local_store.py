@@ -117,6 +117,19 @@ class LocalStore:
                 return
             self._fs.sync_directory(path.parent)
 
+    def delete_many(self, keys: Sequence[str]) -> None:
+        trouble: StoreUnavailable | None = None
+        for key in keys:
+            try:
+                self.delete(key)
+            except StoreUnavailable as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
+
+    def now(self) -> float | None:
+        return None
+
     def touch(self, key: str) -> None:
         with self._reported("touch", key):
             self._fs.touch(self._path(key))

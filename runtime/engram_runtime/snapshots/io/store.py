@@ -14,11 +14,23 @@ from engram_runtime.errors import SnapshotError
 
 
 class StoreUnavailable(SnapshotError):
-    """The store cannot do this now. `reason` is a CamelCase word for status conditions; retrying may help."""
+    """The store cannot do this now. `reason` is a CamelCase word for status conditions; retrying may help.
+
+    The message is for operators: it names addresses and keys. `public` is what users may read.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    @property
+    def public(self) -> str:
+        return f"it does not work now ({self.reason})"
+
+
+def public(error: SnapshotError) -> str:
+    """An error as its words may be shown to users: without addresses, keys and paths of a store."""
+    return error.public if isinstance(error, StoreUnavailable) else str(error)
 
 
 class Truncated(SnapshotError):
@@ -60,6 +72,14 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Deleting a missing key is not an error."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """The same for many, in few requests where the store can; in no order. All are tried before StoreUnavailable
+        is raised for those that stayed."""
+
+    def now(self) -> float | None:
+        """The store's clock, which `modified` is read from (Unix seconds, to the second); None where that is this
+        machine's."""
 
     def touch(self, key: str) -> None:
         """Make `modified` now (S3: copy onto itself); NotFound when it is gone."""

@@ -6,13 +6,18 @@ every version of its key, and the periodic cleaning takes what was superseded lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from engram_runtime.errors import NotFound
 from engram_runtime.snapshots.io.s3.client import Connection
 from engram_runtime.snapshots.io.s3.probe import Capabilities
 from engram_runtime.snapshots.io.s3.transfer import Transfer
+from engram_runtime.snapshots.io.store import StoreUnavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BULK = 1000  # the most that DeleteObjects takes
 
@@ -39,10 +44,12 @@ class Removal:
                 self._delete_entries(entries)
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """The same for many."""
+        """The same for many. StoreUnavailable when some stayed, after all were tried."""
+        if not keys:
+            return
         if self._capabilities.versioned and self._capabilities.version_delete:
-            for key in keys:
-                self.delete(key)
+            # Not side by side: each of them does so itself.
+            _raise_first([_attempt(self.delete, key) for key in keys])
         else:
             self._delete_entries([{"Key": key} for key in keys])
 
@@ -110,8 +117,9 @@ class Removal:
 
     def _delete_entries(self, entries: Sequence[dict[str, str]]) -> None:
         if not self._capabilities.bulk_delete or len(entries) == 1:
-            self._transfer.each(self._delete_one, entries)
+            self._delete_singly(entries)
             return
+        refused: list[dict[str, str]] = []
         for first in range(0, len(entries), BULK):
             batch = list(entries[first : first + BULK])
             answer = self._request(
@@ -121,11 +129,14 @@ class Removal:
                     Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}
                 ),
             )
-            refused = {(item["Key"], item.get("VersionId")) for item in answer.get("Errors", [])}
-            # One by one, they say why, or are tried again.
-            for entry in batch:
-                if (entry["Key"], entry.get("VersionId")) in refused:
-                    self._delete_one(entry)
+            errors = {(item["Key"], item.get("VersionId")) for item in answer.get("Errors", [])}
+            refused += [entry for entry in batch if (entry["Key"], entry.get("VersionId")) in errors]
+        if refused:
+            log.info("%d of %d deletions in bulk were refused: one by one", len(refused), len(entries))
+            self._delete_singly(refused)  # they say why, or are tried again
+
+    def _delete_singly(self, entries: Sequence[dict[str, str]]) -> None:
+        _raise_first(self._transfer.each(lambda entry: _attempt(self._delete_one, entry), entries))
 
     def _delete_one(self, entry: dict[str, str]) -> None:
         try:
@@ -135,3 +146,18 @@ class Removal:
 
     def _request(self, action: str, key: str, request: Any) -> Any:
         return self._connection.call(action, key, lambda attempt: request(attempt.client))
+
+
+def _attempt(delete: Callable[[T], None], thing: T) -> StoreUnavailable | None:
+    try:
+        delete(thing)
+    except StoreUnavailable as error:
+        return error
+    return None
+
+
+def _raise_first(failures: Sequence[StoreUnavailable | None]) -> None:
+    """After all were tried."""
+    for failure in failures:
+        if failure is not None:
+            raise failure

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from engram_runtime.errors import Conflict, NotFound
@@ -148,6 +149,34 @@ class S3Store:
             known.heads.delete(key)
         else:
             known.removal.delete(full)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        known = self._capable()
+        registers = [key for key in keys if known.heads is not None and self._is_register(key)]
+        trouble: StoreUnavailable | None = None
+        for key in registers:
+            try:
+                self.delete(key)
+            except StoreUnavailable as error:
+                trouble = trouble or error
+        known.removal.delete_many([self._full(key) for key in keys if key not in registers])
+        if trouble is not None:
+            raise trouble
+
+    def now(self) -> float | None:
+        """As the server dates its answers; every one has a date."""
+        page = self._connection.call(
+            "list",
+            "",
+            lambda attempt: attempt.client.list_objects_v2(
+                Bucket=self.options.bucket, Prefix=self.options.prefix, MaxKeys=1
+            ),
+        )
+        date = page["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+        try:
+            return parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            return None
 
     def touch(self, key: str) -> None:
         known = self._capable()
