@@ -53,8 +53,11 @@ Key = tuple[str, str, str]  # controller, namespace, name
 Place = tuple[Kind, str, str]
 
 
-def concerned(kind: Kind, obj: Mapping[str, Any], cache: Cache) -> Iterator[Place]:
-    """Objects that a controller should look at because this one changed: itself, its owners, whose pods they are."""
+def concerned(kind: Kind, obj: Mapping[str, Any]) -> Iterator[Place]:
+    """Objects that a controller should look at because this one changed: itself, its owners, whose pods they are.
+
+    Models are told of a changed policy by the policy's own controller, which knows a change from a new status.
+    """
     metadata = obj["metadata"]
     namespace, name = metadata.get("namespace") or "", metadata["name"]
     yield kind, namespace, name
@@ -69,9 +72,6 @@ def concerned(kind: Kind, obj: Mapping[str, Any], cache: Cache) -> Iterator[Plac
             yield kinds.MODELS, namespace, model
         elif naming.activator_selector().items() <= labels.items():
             yield kinds.DEPLOYMENTS, namespace, naming.ACTIVATOR
-    if kind == kinds.POLICIES:  # any model may be on it, by name or because it is the default
-        for model_object in cache.list(kinds.MODELS, namespace):
-            yield kinds.MODELS, namespace, model_object["metadata"]["name"]
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class App:
         self._look(kind, obj)
 
     def _look(self, kind: Kind, obj: Mapping[str, Any]) -> None:
-        for place in concerned(kind, obj, self.cache):
+        for place in concerned(kind, obj):
             self.enqueue(*place)
 
     def _gone(self, kind: Kind, obj: Object) -> None:

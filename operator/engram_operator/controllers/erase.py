@@ -10,6 +10,7 @@ import enum
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -45,6 +46,7 @@ JOB_WAIT_S = 60.0  # its events come sooner
 ENGINE_ATTEMPTS = 3  # then a Job is asked, whatever the engines' trouble is
 SOON_S = 0.5
 TERMINATING = "is being terminated"
+_REASONS = re.compile(r"\b(AccessDenied|BucketNotFound|TLSError|Unreachable)\b")
 
 
 class _Engines(enum.Enum):
@@ -359,14 +361,13 @@ def _failed_before(job: Object, moment: datetime) -> bool:
 
 
 def _last_words(pods: Sequence[Object]) -> tuple[str | None, str]:
-    """A reason, where the command names one ("AccessDenied: ..."), and the last lines of the newest pod that failed."""
+    """A reason, where the command names one of ours, and the last lines of the newest pod that failed."""
     newest = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), reverse=True)
     for pod in newest:
         for entry in (pod.get("status") or {}).get("containerStatuses") or ():
             ended: Mapping[str, Any] = (entry.get("state") or {}).get("terminated") or {}
             if ended.get("exitCode"):
                 text = str(ended.get("message") or "").strip()
-                word = text.splitlines()[-1].partition(":")[0].strip() if text else ""
-                known = word if word.isalnum() and word[:1].isupper() else None
-                return known, text
+                known = _REASONS.search(text)
+                return (known[0] if known else None), text
     return None, ""
