@@ -107,8 +107,7 @@ def kube(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Clien
     if existing is None:
         yield request.getfixturevalue("cluster")
         return
-    folder = build.binaries()
-    client = Client(os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})
+    client = Client(os.environ | {"PATH": f"{build.path()}{os.pathsep}{os.environ['PATH']}"})
     yield client
     client.close()
 

@@ -45,7 +45,7 @@ for path in ("/etc/probe", "/tmp/probe"):
         facts[path] = error.strerror
 began = time.monotonic()
 try:
-    socket.create_connection(("198.18.0.1", 443), timeout=2)
+    socket.create_connection(("203.0.113.7", 443), timeout=2)
     facts["outside"] = "reached"
 except OSError:
     facts["outside"] = "not reached"

@@ -1,8 +1,8 @@
 """The cluster's programs, built from their Go modules: nobody serves them where a container registry is out of reach.
 
-Three modules pin what is built (`modules/*/go.mod`, `go.sum`). The first build takes about 15 minutes on two cores; its
-results are kept in `${XDG_CACHE_HOME:-~/.cache}/engram/cluster/<hash>`, where the hash covers the modules and the
-flags, so that a second run takes no time and a new version never meets an old program.
+Three modules (`modules/*/go.mod`, `go.sum`) pin what is built. The first build takes a quarter of an hour on two cores;
+its results are kept in `${XDG_CACHE_HOME:-~/.cache}/engram/cluster/<module>-<hash>`, where the hash covers the module's
+files and the flags, so that a second run takes no time and a new version never meets an old program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROGRAMS = (
     Program("kubelet", "kubernetes", "k8s.io/kubernetes/cmd/kubelet"),
     Program("kube-proxy", "kubernetes", "k8s.io/kubernetes/cmd/kube-proxy"),
     Program("kubectl", "kubernetes", "k8s.io/kubernetes/cmd/kubectl"),
-    Program("coredns", "coredns", "github.com/coredns/coredns"),
+    Program("coredns", "coredns", "."),
     Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
 )
 
@@ -53,39 +53,41 @@ def cache_root() -> Path:
     return Path(base) / "engram" / "cluster"
 
 
-def binaries() -> Path:
-    """The folder of this version's programs."""
-    digest = hashlib.sha256(LINKER_FLAGS.encode())
-    for path in sorted(MODULES.glob("*/go.*")):
-        digest.update(path.relative_to(MODULES).as_posix().encode() + path.read_bytes())
-    return cache_root() / digest.hexdigest()[:16]
+def path() -> str:
+    """The folders of the programs, as PATH wants them."""
+    return os.pathsep.join(str(_folder(module)) for module in sorted({program.module for program in PROGRAMS}))
 
 
 def missing() -> list[str]:
     """Names of the programs that are not built yet."""
-    folder = binaries()
-    return [program.name for program in PROGRAMS if not (folder / program.name).exists()]
+    return [program.name for program in PROGRAMS if not (_folder(program.module) / program.name).exists()]
 
 
-def build() -> Path:
-    """Builds what is missing and returns the folder. Raises RuntimeError when Go is missing or a build fails."""
-    folder = binaries()
+def _folder(module: str) -> Path:
+    digest = hashlib.sha256(LINKER_FLAGS.encode())
+    for file in sorted((MODULES / module).iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return cache_root() / f"{module}-{digest.hexdigest()[:16]}"
+
+
+def build() -> None:
+    """Builds what is missing. RuntimeError when Go is missing or a build fails."""
     if not missing():
-        return folder
+        return
     if shutil.which("go") is None:
         raise RuntimeError("Go is needed to build the cluster's programs: https://go.dev/dl (1.26 or newer)")
     with locked(cache_root() / "build.lock"):  # a second caller waits, then finds everything made
-        folder.mkdir(parents=True, exist_ok=True)
         for program in PROGRAMS:
-            if (folder / program.name).exists():
+            if program.name not in missing():
                 continue
             started = time.monotonic()
-            _build_one(program, folder)
+            _build_one(program)
             print(f"built {program.name} in {time.monotonic() - started:.0f} s", flush=True)
-    return folder
 
 
-def _build_one(program: Program, folder: Path) -> None:
+def _build_one(program: Program) -> None:
+    folder = _folder(program.module)
+    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{program.name}.partial"
     command = ["nice", "-n", "5", "go", "build", "-p", "2", "-trimpath", "-mod=readonly", "-ldflags", LINKER_FLAGS]
     done = subprocess.run(

@@ -225,7 +225,7 @@ class Cluster(Client):
 
 def fingerprint() -> str:
     """Of the programs and of this package's files, the images' recipes left out."""
-    digest = hashlib.sha256(str(build.binaries()).encode())
+    digest = hashlib.sha256(build.path().encode())
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.suffix in (".yaml", ".toml", ".conflist", "") and path.is_file():
             digest.update(path.read_bytes())

@@ -1,11 +1,11 @@
 """Where everything of one cluster is: folders, addresses, network namespaces.
 
 A node is called "node0", "node1", ...; "" stands for the control plane. A daemon is "kube-apiserver" or
-"node0.kubelet". Addresses are from the documentation ranges, so they meet nothing real.
+"node0.kubelet". Addresses are from the range that is set aside for benchmarks of networks, so they meet nothing real.
 
-    this machine      192.0.2.254    a cable to the bridge: kubectl and the tests
-    namespace NAME    192.0.2.1      bridge br0, the control plane, DNS; 192.0.2.2 the object store
-    NAME.node0, ...   192.0.2.10..   a cable to that bridge; the node's own containerd, kubelet and kube-proxy
+    this machine      198.18.0.254    a cable to the bridge: kubectl and the tests
+    namespace NAME    198.18.0.1      bridge br0, the control plane, DNS; 198.18.0.2 the object store
+    NAME.node0, ...   198.18.0.10..   a cable to that bridge; the node's own containerd, kubelet and kube-proxy
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ from pathlib import Path
 from tests.e2e.cluster import build
 
 TEMPLATES = Path(__file__).parent / "templates"
-HOST_IP, CONTROL_PLANE_IP, STORE_IP, API_IP, DNS_IP = (
-    "192.0.2.254",
-    "192.0.2.1",
-    "192.0.2.2",
-    "203.0.113.1",
-    "203.0.113.10",
-)
-POD_CIDR, SERVICE_CIDR = "198.51.100.0/24", "203.0.113.0/24"
+NODE_CIDR, POD_CIDR, SERVICE_CIDR = "198.18.0.0/24", "198.18.1.0/24", "198.18.2.0/24"
+CONTROL_PLANE_IP, STORE_IP, HOST_IP = "198.18.0.1", "198.18.0.2", "198.18.0.254"
+API_IP, DNS_IP = "198.18.2.1", "198.18.2.10"
 CONTROL_PLANE = ""
 MOST_NODES = 4
 
@@ -65,7 +60,7 @@ class Layout:
         """For everything that is started: our programs first, no proxy, and kubectl's caches inside the cluster."""
         inherited = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         return inherited | {
-            "PATH": f"{build.binaries()}:{os.environ['PATH']}",
+            "PATH": f"{build.path()}{os.pathsep}{os.environ['PATH']}",
             "KUBECONFIG": str(self.kubeconfig),
             "KUBECACHEDIR": str(self.root / "kubectl"),  # by server address, which every cluster here shares
             "HELM_CACHE_HOME": str(self.root / "helm" / "cache"),
@@ -91,7 +86,7 @@ def node_names(count: int) -> list[str]:
 
 
 def node_ip(node: str) -> str:
-    return f"192.0.2.{10 + int(node.removeprefix('node'))}"
+    return f"198.18.0.{10 + int(node.removeprefix('node'))}"
 
 
 def pod_subnet(node: str) -> str:

@@ -1,11 +1,12 @@
 """The cluster's network: one namespace for the control plane, one for each node, cables between them, no way out.
 
 Nothing here forwards between the nodes' bridge and the outside, so no pod reaches anything but the cluster and what
-the tests serve on 192.0.2.0/24.
+the tests serve beside the control plane.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.e2e.cluster.layout import (
     CONTROL_PLANE,
     CONTROL_PLANE_IP,
     HOST_IP,
+    NODE_CIDR,
+    POD_CIDR,
     SERVICE_CIDR,
     STORE_IP,
     Layout,
@@ -25,7 +28,11 @@ BRIDGE = "br0"
 
 
 def connect(layout: Layout, nodes: Sequence[str]) -> None:
-    """Makes the namespaces and cables; notes each name, so that `disconnect` removes what was made and no more."""
+    """Makes the namespaces and cables; notes each name, so that `disconnect` removes what was made and no more.
+
+    RuntimeError when this machine uses the cluster's addresses itself.
+    """
+    _refuse_overlap()
     for node in (CONTROL_PLANE, *nodes):
         _run("ip", "netns", "add", layout.netns(node))  # fails when it exists: it is not ours
         (layout.root / "netns" / layout.netns(node)).touch()
@@ -67,9 +74,20 @@ def _connect_host(layout: Layout, nodes: Sequence[str]) -> None:
     _ip(layout.netns(CONTROL_PLANE), f"link set host master {BRIDGE} up")
     _run("ip", "addr", "add", f"{HOST_IP}/24", "dev", cable)
     _run("ip", "link", "set", cable, "up")
-    _run("ip", "route", "add", SERVICE_CIDR, "via", node_ip(nodes[0]))
+    _run("ip", "route", "add", SERVICE_CIDR, "via", node_ip(nodes[0]), "dev", cable)
     for node in nodes:
-        _run("ip", "route", "add", pod_subnet(node), "via", node_ip(node))
+        _run("ip", "route", "add", pod_subnet(node), "via", node_ip(node), "dev", cable)
+
+
+def _refuse_overlap() -> None:
+    """Routes over each other would cut this machine off."""
+    ours = [ipaddress.ip_network(cidr) for cidr in (NODE_CIDR, POD_CIDR, SERVICE_CIDR)]
+    for line in _run("ip", "-4", "route", "show", "table", "main").splitlines():
+        destination = line.split()[0]
+        if destination[0].isdigit():
+            theirs = ipaddress.ip_network(destination)
+            if any(theirs.overlaps(network) for network in ours):
+                raise RuntimeError(f"this machine has a route to {theirs}, which the cluster needs for itself")
 
 
 def unplug(layout: Layout, node: str) -> None:
@@ -100,7 +118,8 @@ def _ip(netns: str, *commands: str) -> None:
     _run("ip", "-n", netns, "-batch", "-", stdin="\n".join(commands))
 
 
-def _run(*command: str, stdin: str | None = None) -> None:
+def _run(*command: str, stdin: str | None = None) -> str:
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()} {stdin or ''}")
+    return done.stdout
