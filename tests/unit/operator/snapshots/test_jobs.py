@@ -10,6 +10,7 @@ import pytest
 from engram_operator.builders import BuildSettings, jobs
 from engram_operator.builders.settings import STORE_PATH
 from engram_operator.resources import Schemas, SnapshotPolicy
+from engram_runtime.cli.main import build_parser
 
 VERSION = "1.36"
 STORAGES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,14 @@ def test_kubernetes_takes_it(storage, what):
     kubernetes_validate.validate(job, VERSION, strict=True)
     assert job["metadata"]["namespace"] == "ns"
     assert "ownerReferences" not in job["metadata"]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_engram_knows_every_flag(storage):
+    found = policy(storage, retention={"maxConversations": 5, "maxTotalSize": "1Gi"})
+    for args in (jobs.erase_args(found, ["0" * 32, "1" * 32]), jobs.sweep_args(found)):
+        _, unknown = build_parser([]).parse_known_args(args)
+        assert unknown == []
 
 
 def test_the_store_is_reached_as_engines_reach_it():
