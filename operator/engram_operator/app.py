@@ -117,16 +117,15 @@ class App:
         for controller in self._by_kind.get(kind, ()):
             self.queue.add((controller, namespace, name))
 
-    def listed(self, kind: Kind, obj: Mapping[str, Any]) -> None:
-        self.cache.put(kind, obj)
-
     def event(self, kind: Kind, type_: str | None, obj: Mapping[str, Any]) -> None:
         """`type_` None: a list shows the object, as it does when a watch begins anew."""
         if type_ == "DELETED":
             metadata = obj["metadata"]
             self.cache.remove(kind, metadata.get("namespace") or "", metadata["name"], uid=metadata.get("uid"))
-        elif type_ is None and self._synced.is_set() and self._audit is not None:
-            self._audit.soon(kind)
+        else:
+            self.cache.put(kind, obj)
+            if type_ is None and self._synced.is_set() and self._audit is not None:
+                self._audit.soon(kind)
         self._look(kind, obj)
 
     def _look(self, kind: Kind, obj: Mapping[str, Any]) -> None:
@@ -211,9 +210,9 @@ class App:
             self.kube, self.cache, self.watches, namespaces or (None,), self._gone, self._dead, self.audit_s
         )
         lease = Watch(kinds.LEASES, fields=f"metadata.name={self.settings.lease_name}")
-        watches = Watches(self.watches, lease, namespaces, self.connect, self.listed, self.event, self._alive)
+        watches = Watches(self.watches, lease, namespaces, self.connect, self.event, self.canary.heard)
         holding = asyncio.create_task(election.hold(), name="lease")
-        working = asyncio.create_task(self._work(work_stop), name="work")
+        working = asyncio.create_task(self._work(self._audit, work_stop), name="work")
         auditing = asyncio.create_task(self._audit.run(), name="audit")
         watching = asyncio.create_task(watches.run(watch_stop, self.on_signals), name="watches")
         everything = {stopped, holding, working, auditing, watching}
@@ -231,7 +230,8 @@ class App:
                 raise RuntimeError("the operator's tasks were cancelled")
             self._waiting_for = "stopping"
             work_stop.set()
-            self._synced.set()
+            if not self._synced.is_set():
+                working.cancel()
             await asyncio.wait({working, holding}, return_when=asyncio.FIRST_COMPLETED)
             watch_stop.set()
             await asyncio.wait({watching}, timeout=WORK_GRACE_S)
@@ -240,17 +240,13 @@ class App:
                 task.cancel()
             await asyncio.wait({holding, working, auditing, watching}, timeout=WORK_GRACE_S)
 
-    async def _work(self, stop: asyncio.Event) -> None:
-        await self._synced.wait()
+    async def _work(self, audit: Audit, stop: asyncio.Event) -> None:
+        """Nothing is decided from a cache that is not complete."""
+        await audit.filled()
+        log.info("listed everything", extra={kind.plural: n for kind, n in self.cache.counts().items()})
+        self._synced.set()
+        self._waiting_for = ""
         await self.queue.run(self.reconcile, self.settings.workers, stop)
-
-    def _alive(self) -> None:
-        """The own lease was seen: watches live, and, the first time, everything is listed."""
-        self.canary.heard()
-        if not self._synced.is_set():
-            log.info("listed everything", extra={kind.plural: n for kind, n in self.cache.counts().items()})
-            self._synced.set()
-            self._waiting_for = ""
 
     def _dead(self, kind: Kind) -> None:
         self.canary.condemn(f"the watch of {kind.plural} is dead")

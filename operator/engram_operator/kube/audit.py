@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 120.0
 SOON_S = 1.0
+FILL_S = 0.1
+RELIST_S = 10.0
 
 Name = tuple[str, str]
 
@@ -56,6 +58,32 @@ class Audit:
         self._due.add(kind)
         self._wake.set()
 
+    async def filled(self) -> None:
+        """Return once the cache has, of every kind, what the cluster had when this was asked."""
+        loop = asyncio.get_running_loop()
+        for watch in self.watches:
+            missing = True
+            while missing:
+                listed: dict[Name, int] = {}
+                try:
+                    for namespace in self.namespaces:
+                        await self._versions(watch, namespace, listed)
+                except KubeError as error:
+                    log.warning("cannot list", extra={"kind": watch.kind.kind, "error": str(error)})
+                    await asyncio.sleep(self.soon_s)
+                    continue
+                # What was deleted meanwhile never comes: list again after a while.
+                end = loop.time() + RELIST_S
+                while (missing := self._lacks(watch.kind, listed)) and loop.time() < end:
+                    await asyncio.sleep(FILL_S)
+
+    def _lacks(self, kind: Kind, listed: dict[Name, int]) -> bool:
+        for name, version in listed.items():
+            known = self.cache.get(kind, *name)
+            if known is None or version_of(known) < version:
+                return True
+        return False
+
     async def run(self) -> None:
         """For ever. Failures of the API server are the next round's affair."""
         loop = asyncio.get_running_loop()
@@ -81,7 +109,7 @@ class Audit:
     async def compare(self, watch: Watch, *, judge: bool) -> None:
         """One kind. `judge`: this is a regular round, so what was behind in the one before must have arrived."""
         kind = watch.kind
-        listed: dict[Name, tuple[str, int]] = {}
+        listed: dict[Name, int] = {}
         shown: dict[str | None, int] = {}
         for namespace in self.namespaces:
             shown[namespace] = await self._versions(watch, namespace, listed)
@@ -94,7 +122,7 @@ class Audit:
                 self.cache.remove(kind, *name, uid=metadata.get("uid"))
                 self.gone(kind, obj)
         behind = {}
-        for name, (_, version) in listed.items():
+        for name, version in listed.items():
             known = self.cache.get(kind, *name)
             if known is None or version_of(known) < version:
                 behind[name] = version
@@ -107,12 +135,12 @@ class Audit:
                         break
             self._behind[kind] = behind
 
-    async def _versions(self, watch: Watch, namespace: str | None, into: dict[Name, tuple[str, int]]) -> int:
-        """Fill in uid and version by name; returns the version of the whole list."""
+    async def _versions(self, watch: Watch, namespace: str | None, into: dict[Name, int]) -> int:
+        """Fill in versions by name; returns the version of the whole list."""
         items, version = await self.kube.list_at(
             watch.kind, namespace, labels=watch.labels or None, fields=watch.fields or None, names_only=True
         )
         for item in items:
             metadata = item["metadata"]
-            into[metadata.get("namespace") or "", metadata["name"]] = (metadata.get("uid") or "", version_of(item))
+            into[metadata.get("namespace") or "", metadata["name"]] = version_of(item)
         return int(version) if version.isdigit() else 0
