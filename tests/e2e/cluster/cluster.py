@@ -121,7 +121,7 @@ class Cluster(Client):
 
     def answers(self) -> bool:
         """Whether the API server is ready."""
-        command = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=2s"]
+        command = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=10s"]
         return not subprocess.run(command, capture_output=True, env=self.environment, check=False).returncode
 
     def start_node(self, name: str) -> None:
