@@ -74,6 +74,10 @@ def running_cluster() -> Iterator[FakeCluster]:
             status = 500 if cluster.down else 401 if who != f"Bearer {OWN_TOKEN}" else 200
             document = documents.get(self.path)
             status = 404 if status == 200 and document is None else status
+            # As the API server: a key set is no plain JSON to it.
+            kind = "application/jwk-set+json" if self.path == "/openid/v1/jwks" else "application/json"
+            if status == 200 and not {kind, "*/*"} & set(self.headers.get("accept", "*/*").split(", ")):
+                status = 406
             data = json.dumps(document if status == 200 else {}).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))

@@ -36,6 +36,7 @@ MAX_KEY_SET_BYTES = 1 << 20
 MAX_TOKEN_CHARACTERS = 16 << 10
 KEYS_PATH = "/openid/v1/jwks"
 DISCOVERY_PATH = "/.well-known/openid-configuration"
+ACCEPT = "application/jwk-set+json, application/json"  # for one of them alone the API server answers 406
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class KeySet:
 
     async def _read(self) -> tuple[dict[str, jwt.PyJWK], str]:
         accounts = self._accounts
-        headers = {"accept": "application/json"}
+        headers = {"accept": ACCEPT}
         if accounts.jwks_token_file is not None:  # read each time: the kubelet renews it
             token = accounts.jwks_token_file.read_text(encoding="ascii").strip()
             headers["authorization"] = f"Bearer {token}"
