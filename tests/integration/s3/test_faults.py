@@ -21,6 +21,7 @@ from tests.support.store_conformance import MIB, kv_key, noise, ref_key, space
 
 DEADLINE = 0.7  # of the hasty store, for faults that last
 HASTY_TIMEOUT = 0.2
+CONNECT_TIMEOUT = 3.0  # of the hasty store; also what sending one block may take
 PART = 5 * MIB
 LARGE = PART + MIB  # two parts
 
@@ -48,7 +49,8 @@ def options(moto: S3Server, proxy: FaultProxy, tmp_path_factory: pytest.TempPath
 def opened(options: S3Options) -> Iterator[tuple[S3Store, S3Store]]:
     """A store with time to try again, and a hasty one."""
     patient = open_store(options)
-    hasty = open_store(replace(options, read_timeout_seconds=HASTY_TIMEOUT, deadline_seconds=DEADLINE))
+    hurry = replace(options, connect_timeout_seconds=CONNECT_TIMEOUT, deadline_seconds=DEADLINE)
+    hasty = open_store(replace(hurry, read_timeout_seconds=HASTY_TIMEOUT))
     patient.probe()
     while not hasty.report:  # a busy machine may need more than one of its deadlines
         with suppress(StoreUnavailable):
@@ -230,7 +232,7 @@ def test_a_receiver_that_stalls_ends_within_the_deadline(
     proxy.inject("stall", method="PUT")
     with Stopwatch() as watch, pytest.raises(StoreUnavailable):
         hasty.put(key, [noise(LARGE)])
-    assert watch.seconds < DEADLINE + 5  # the connection's timeout bounds one block
+    assert watch.seconds < DEADLINE + CONNECT_TIMEOUT + 2
     assert opened[0].get(key) == noise(MIB)
 
 
@@ -252,10 +254,14 @@ def test_multipart_that_fails_leaves_nothing(
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=options.bucket)
 
 
-def test_one_part_is_sent_again_alone(store: S3Store, proxy: FaultProxy) -> None:
+def test_one_part_is_sent_again_alone(store: S3Store, proxy: FaultProxy, options: S3Options) -> None:
+    calm = open_store(replace(options, read_timeout_seconds=60.0))  # a slow answer is no reason to send a part again
+    calm.probe()  # it sends a part too
+    proxy.clear()
     proxy.inject("answer", status=503, code="SlowDown", path="partNumber=2", times=1)
     fresh, data = kv_key(space()), noise(2 * PART + 1)
-    store.put(fresh, [data])
+    calm.put(fresh, [data])
+    calm.close()
     assert proxy.count("PUT", "partNumber=1") + proxy.count("PUT", "partNumber=3") == 2
     assert proxy.count("PUT", "partNumber=2") == 2
     assert store.get(fresh) == data
