@@ -15,7 +15,7 @@ from tests.e2e.conftest import Images, ObjectStore, new_namespace
 
 GOLDEN = Path(__file__).parent / "golden" / "kubectl_get.txt"
 MODEL = "chat"
-READY_SECONDS = 300
+READY_SECONDS = 600
 # Long enough that computing it again would be seen in the count.
 INTRODUCTION = (
     "My name is Ada and I keep bees behind my house. Every spring I look at each hive, count the frames with brood, "
@@ -122,9 +122,11 @@ def test_a_deleted_pod_costs_the_conversation_nothing_but_the_new_tokens(kube: C
 
 
 def mask(text: str) -> str:
-    """What differs from run to run, replaced: ages, hashes, sizes; columns are put back in order."""
+    """What differs from run to run, replaced: ages, hashes, counts of tokens, sizes; columns by three spaces."""
     text = re.sub(r"\b(\d+[dhms])+\b", "AGE", text)
     text = re.sub(r"\bengram-[0-9a-f]{12}\b", "BUCKET", text)
-    text = re.sub(r"\b[0-9a-z]*\d[0-9a-z]{7,}\b", "HASH", text)
+    text = re.sub(r"\b[0-9a-f]{10}\b", "HASH", text)
+    text = re.sub(r"\b\d+(\.\d+)?[KMG]i\b", "SIZE", text)
+    text = re.sub(r"\b\d{2,}\b", "TOKENS", text)
     lines = (re.sub(r" {2,}", "   ", line).rstrip() for line in text.splitlines())
     return "\n".join(lines) + "\n"
