@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+CREATED = 201
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 
@@ -58,8 +59,17 @@ class AuditLog:
         return [entry for entry in found if entry.writes and entry.resource != "leases" and entry.status < 400]
 
     def used(self, user: str) -> set[tuple[str, str, str]]:
-        """(group, resource, verb) of everything that a user was allowed and asked for."""
-        return {(entry.group, entry.resource, entry.verb) for entry in self.entries(user=user) if entry.allowed}
+        """(group, resource, verb) of everything that a user was allowed and asked for.
+
+        A server-side apply that makes an object needs the right to create it too, and is logged as a patch.
+        """
+        found = {
+            (entry.group, entry.resource, entry.verb, entry.status)
+            for entry in self.entries(user=user)
+            if entry.allowed
+        }
+        used = {(group, resource, verb) for group, resource, verb, _ in found}
+        return used | {(group, resource, "create") for group, resource, _, status in found if status == CREATED}
 
     def refused(self, user: str) -> list[Entry]:
         """What the authoriser refused a user."""
