@@ -403,8 +403,8 @@ class SnapshotService:
         for tier in self._shared.tiers:
             with suppress(SnapshotError), tier.reading():
                 listing = inventory.take(tier.repository.objects(keys.ROOT))
-                tier.store.holds(len(listing.snapshots) + len(listing.kv), listing.nbytes)
                 self._warn_of_other_keys(tier, listing)
+                tier.store.holds(len(listing.snapshots) + len(listing.kv), listing.nbytes)
 
     def _warn_of_other_keys(self, tier: Tier, listing: inventory.Inventory) -> None:
         """A key that was lost or replaced does not announce itself: there is just nothing to restore."""
@@ -423,10 +423,10 @@ class SnapshotService:
             )
 
     def _mend(self) -> None:
-        """Try a tier that was away: nobody may be writing, and people watch the condition. Then give it the newest
-        turns that it missed, without waiting for a restore or a save."""
+        """Try a tier that was away, within seconds and whatever it was that failed: nobody may be writing, people watch
+        the condition, and restores wait longer for their own next try. Then give it the newest turns that it missed."""
         for tier in self._shared.tiers:
-            if any(not breaker.healthy and breaker.closed for breaker in (tier.writes, tier.reads)):
+            if not (tier.writes.healthy and tier.reads.healthy) and tier.writes.closed:
                 tier.probe()
         if not self._healthy():
             self._behind = True

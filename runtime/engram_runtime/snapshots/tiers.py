@@ -20,6 +20,8 @@ from engram_runtime.snapshots.policy.cost import Speed
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
+LONGEST_PROBE_PAUSE = 5.0
+"""Of writes, which is what the background probes: nobody waits for it, and a tier is soon back."""
 
 
 class Counters:
@@ -137,8 +139,11 @@ class MeteredStore:
 class Breaker:
     """Remembers that something does not work, and when it may be tried again. Thread-safe."""
 
-    def __init__(self, failures: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, failures: int, clock: Callable[[], float] = time.monotonic, longest: float = LONGEST_PAUSE
+    ) -> None:
         self._threshold = failures
+        self._longest = longest
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
@@ -169,7 +174,7 @@ class Breaker:
             self.reason, self.message = reason, message
             if self._failures >= self._threshold:
                 self._until = self._clock() + self._pause
-                self._pause = min(self._pause * 2, LONGEST_PAUSE)
+                self._pause = min(self._pause * 2, self._longest)
 
     def retry_now(self) -> None:
         """Somebody cannot wait for the end of the pause."""
@@ -190,7 +195,7 @@ class Tier:
         self.repository = repository
         self.store = store
         self.speed = Speed(name)
-        self.writes = Breaker(1 if name == "disk" else 3)
+        self.writes = Breaker(1 if name == "disk" else 3, longest=LONGEST_PROBE_PAUSE)
         self.reads = Breaker(3)
 
     def probe(self) -> bool:

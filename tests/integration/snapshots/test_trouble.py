@@ -374,3 +374,19 @@ def test_errors_that_callers_see_are_snapshot_errors(tmp_path: Path, make_world:
             call("default", saved.snapshot_id)
     assert world.service.events("default").events == []
     assert world.service.list("default").items == []
+
+
+def test_a_tier_that_answers_again_is_back_within_seconds(make_world: Callable[..., World]) -> None:
+    """However long it was away, whatever it was that failed, and though nobody saves or restores."""
+    world = make_world("dense", disk=False)
+    (store,) = world.service._shared.tiers
+    for failing in ((store.writes, store.reads), (store.reads,), (store.writes,)):
+        for breaker in failing:
+            for _ in range(12):
+                breaker.failed("Timeout", "no answer")
+        assert (tier(world, "store").ready, tier(world, "store").reason) == (False, "Timeout")
+        with Stopwatch() as watch:
+            while not tier(world, "store").ready:
+                assert watch.whole < 240
+                time.sleep(0.01)
+        assert watch.seconds < 10

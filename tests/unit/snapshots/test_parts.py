@@ -223,9 +223,16 @@ def test_breaker_pauses_and_tries_again() -> None:
     assert breaker.retry_in() == 2.0
     for _ in range(10):
         breaker.failed("Down", "still")
-    assert breaker.retry_in() <= 60.0
+    assert breaker.retry_in() == 60.0
     breaker.succeeded()
     assert (breaker.healthy, breaker.reason, breaker.retry_in()) == (True, "Ready", 0.0)
+
+
+def test_a_breaker_may_be_less_patient() -> None:
+    breaker = Breaker(1, clock=lambda: 0.0, longest=5.0)
+    for expected in (1.0, 2.0, 4.0, 5.0, 5.0):
+        breaker.failed("Down", "no route")
+        assert breaker.retry_in() == expected
 
 
 def test_speed_learns_latency_and_bandwidth_apart() -> None:
