@@ -80,3 +80,14 @@ def settle(running: Running, *, stored: bool = True) -> None:
         time.sleep(0.005)
     if stored:
         assert service_of(running).flush(240)
+
+
+def looked_around(running: Running) -> dict[str, float]:
+    """The counters once the server has counted what it found in a store that is not empty: what a request does to
+    them is then told from what the start does, which lists once, and reads a manifest to see whose key signed it.
+    """
+    deadline = time.monotonic() + 240
+    while not next(tier.objects for tier in service_of(running).status() if tier.name == "store"):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return service_of(running).counters()
