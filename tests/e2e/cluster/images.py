@@ -88,6 +88,7 @@ def _make_operator(context: Path, name: str) -> oci.Image:
         shutil.copytree(ROOT / path, context / path, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(wheelhouse(), context / "wheelhouse")
     images = base.layout()
+    buildah("rm", "--all")  # a build that was killed leaves its containers, each a mount
     below = f"engram.test/base:{base.kept_name()}"
     if below not in buildah("images", "--format", "{{.Name}}:{{.Tag}}"):
         # A relative path: buildah makes a name of it, and takes no hidden folder in names.
