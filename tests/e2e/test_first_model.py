@@ -100,7 +100,7 @@ def test_kubectl_shows_what_is_served_and_kept(kube: Client, served: Served, obj
         return masked if masked == GOLDEN.read_text() else None
 
     try:
-        kube.until("kubectl get as in the golden text", shown, 60)
+        kube.until("kubectl get as in the golden text", shown, 120)
     except AssertionError:
         text = kube.kubectl("get", "engrammodels,snapshotpolicies,snapshots", namespace=served.namespace)
         assert mask(text) == GOLDEN.read_text()
