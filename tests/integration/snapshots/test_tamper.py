@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,14 @@ def test_forged_head_and_anchor_are_refused(make_world: Callable[..., World]) ->
     assert missed.failed
 
 
+def looked_around(world: World) -> None:
+    """A service that starts lists each tier once, and reads a manifest to see whose key signed it: no request does."""
+    deadline = time.monotonic() + 240
+    while not next(tier.objects for tier in world.service.status() if tier.name == "store"):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_foreign_tenant_reads_nothing(make_world: Callable[..., World], layout: str, tmp_path: Path) -> None:
     spy = RecordingStore(LocalStore(tmp_path / "store"))
     world = make_world(layout, disk=False, shared_store=spy)
@@ -191,6 +200,7 @@ def test_foreign_tenant_reads_nothing(make_world: Callable[..., World], layout: 
     for restart in (False, True):
         if restart:
             world.start()
+            looked_around(world)
         spy.calls.clear()
         spy.bytes_read = 0
         for query in (
