@@ -8,6 +8,12 @@ from tests.e2e.cluster.client import Object
 from tests.e2e.conftest import ObjectStore
 
 API_VERSION = "engram.dev/v1alpha1"
+ENGINE = {
+    "dtype": "float32",
+    "maxModelLen": 512,
+    "maxConcurrency": 4,
+    "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+}
 
 
 def model(name: str, uri: str, **spec: Any) -> Object:
@@ -15,12 +21,7 @@ def model(name: str, uri: str, **spec: Any) -> Object:
     body = {
         "model": {"uri": uri},
         "accelerator": {"resourceName": ""},
-        "engine": {
-            "dtype": "float32",
-            "maxModelLen": 512,
-            "maxConcurrency": 4,
-            "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
-        },
+        "engine": ENGINE,
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
         "cache": {"type": "EmptyDir", "size": "1Gi"},
         "snapshots": {"hostMemory": "64Mi", "disk": "256Mi"},

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.application import Application
 from tests.e2e.cluster.client import Client
 from tests.e2e.conftest import Images, ObjectStore, new_namespace
+from tests.e2e.resources import ENGINE, model, policy
 
 GOLDEN = Path(__file__).parent / "golden" / "kubectl_get.txt"
 MODEL = "chat"
@@ -41,33 +42,16 @@ def served(kube: Client, images: Images, operator: str, object_store: ObjectStor
     """Two replicas of a model with real weights, their turns kept in a bucket."""
     with new_namespace(kube, "first-model") as namespace:
         bucket = object_store.bucket()
-        policy = {
-            "apiVersion": "engram.dev/v1alpha1",
-            "kind": "SnapshotPolicy",
-            "metadata": {"name": "default"},
-            "spec": {"storage": object_store.storage(bucket), "triggers": {"turnEnd": True}},
-        }
-        model = {
-            "apiVersion": "engram.dev/v1alpha1",
-            "kind": "EngramModel",
-            "metadata": {"name": MODEL},
-            "spec": {
-                "model": {"uri": real_model},
-                "replicas": 2,
-                "accelerator": {"resourceName": ""},
-                "engine": {
-                    "dtype": "float32",
-                    "maxModelLen": 2048,
-                    "maxConcurrency": 4,
-                    "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
-                },
-                "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}},
-                "cache": {"type": "EmptyDir", "size": "4Gi"},
-                "snapshots": {"hostMemory": "256Mi", "disk": "1Gi"},
-                "updateStrategy": {"drainTimeoutSeconds": 10},
-            },
-        }
-        kube.apply(object_store.secret(), policy, model, namespace=namespace)
+        chat = model(
+            MODEL,
+            real_model,
+            replicas=2,
+            engine={**ENGINE, "maxModelLen": 2048},
+            resources={"requests": {"cpu": "100m", "memory": "1Gi"}},
+            cache={"type": "EmptyDir", "size": "4Gi"},
+            snapshots={"hostMemory": "256Mi", "disk": "1Gi"},
+        )
+        kube.apply(object_store.secret(), policy(object_store, bucket), chat, namespace=namespace)
         application = Application(kube, images.engine, namespace)
         kube.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
         yield Served(namespace, application, bucket)
