@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,7 @@ from tests.e2e.cluster import images as image_names
 from tests.e2e.cluster.audit import AuditLog
 from tests.e2e.cluster.client import Client, CommandError
 from tests.e2e.cluster.cluster import Cluster
-from tests.e2e.cluster.daemons import end, processes
-from tests.e2e.cluster.layout import CONTROL_PLANE, STORE_IP
+from tests.e2e.cluster.layout import STORE_IP
 from tests.support import radosgw
 from tests.support.s3_process import S3Server
 
@@ -120,14 +119,14 @@ def cluster(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Cl
     if (reason := packages.missing() or radosgw.missing()) is not None:
         _missing(reason)
     cluster = Cluster()
-    cluster.acquire()
-    if cluster.kept() and cluster.usable():
+    if cluster.acquire_kept():
         made = prepare.prepare()
         prepare.load(cluster, made)
         request.config.stash[TIMINGS].update(made.timings)
         yield cluster
         cluster.close()
         return
+    cluster.acquire()
     build.build()
     made = prepare.prepare()
     try:
@@ -178,26 +177,40 @@ def object_store(request: pytest.FixtureRequest, existing: str | None) -> Iterat
         yield ObjectStore(S3Server(url, key, _given("ENGRAM_E2E_S3_SECRET_KEY"), "given"))
         return
     layout = request.getfixturevalue("cluster").layout
-    end(
-        lambda: {pid for pid in processes(layout, CONTROL_PLANE) if _program(pid) in radosgw.PROGRAMS}
-    )  # a killed run's
-    place = radosgw.Place(STORE_IP, tuple(layout.enter()))
-    with radosgw.running_radosgw(place=place) as server:
+    enter = (*layout.enter(), "setpriv", "--pdeathsig", "KILL")  # it ends with this process, also when that is killed
+    with radosgw.running_radosgw(place=radosgw.Place(STORE_IP, enter)) as server:
         yield ObjectStore(server)
 
 
 @pytest.fixture(scope="session")
 def operator(kube: Client, images: Images) -> Iterator[str]:
-    """The operator, installed by helm from this checkout's chart; its namespace."""
+    """The operator, installed by helm from this checkout's chart; its namespace. It stays in a cluster of ours."""
+    install_operator(kube, images)
+    yield OPERATOR_NAMESPACE
+    if not isinstance(kube, Cluster):
+        uninstall_operator(kube)
+
+
+def install_operator(kube: Client, images: Images, *settings: str) -> None:
+    """Or upgrades it; `settings` are more NAME=VALUE. It restarts only when its image or a value is another."""
     repository, _, tag = images.operator.rpartition(":")
     engine_repository, _, engine_tag = images.engine.rpartition(":")
-    kube.helm(
-        *("upgrade", "--install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
-        *("--set", f"image.repository={repository}", "--set", f"image.tag={tag}"),
-        *("--set", f"engine.image.repository={engine_repository}", "--set", f"engine.image.tag={engine_tag}"),
-        *("--wait", "--timeout", "120s"),
-    )
-    yield OPERATOR_NAMESPACE
+    values = [
+        *(f"image.repository={repository}", f"image.tag={tag}"),
+        *(f"engine.image.repository={engine_repository}", f"engine.image.tag={engine_tag}"),
+        *settings,
+    ]
+    if isinstance(kube, Cluster):  # one tag for all builds: the digest is what tells them apart
+        values.append(f"podAnnotations.image={kube.loaded()[images.operator]}")
+    with kube.alone() if isinstance(kube, Cluster) else nullcontext():
+        kube.helm(
+            *("upgrade", "--install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
+            *(word for value in values for word in ("--set", value)),
+            *("--wait", "--timeout", "120s"),
+        )
+
+
+def uninstall_operator(kube: Client) -> None:
     kube.helm("uninstall", RELEASE, "--namespace", OPERATOR_NAMESPACE, "--wait", "--timeout", "120s")
 
 
@@ -252,10 +265,3 @@ def _given(name: str) -> str:
     if not (value := os.environ.get(name)):
         pytest.fail(f"KUBECONFIG is set, so {name} must be: see tests/e2e/conftest.py")
     return value
-
-
-def _program(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""

@@ -1,7 +1,7 @@
 """The cluster as the tests hold it: up, down, images, faults, logs.
 
 One run at a time has it (a lock that ends with its holder). What a killed run left is removed by the next `up`; a
-cluster that a person started (`python -m tests.e2e.cluster up`) is used and left running.
+cluster that a person started (`python -m tests.e2e.cluster up`) is used, by several runs at once, and left running.
 """
 
 from __future__ import annotations
@@ -46,15 +46,19 @@ class Cluster(Client):
 
     # Life
 
-    def acquire(self) -> None:
+    def acquire(self, *, shared: bool = False) -> None:
         """Busy when another process has it. The lock ends with this process, also when that is killed."""
-        path = self.layout.root.with_suffix(".lock")
-        self._lock = path.open("a+")
+        if self._lock is None:
+            self._lock = self.layout.root.with_suffix(".lock").open("a+")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
             raise Busy(f"another test run has the cluster at {self.layout.root}") from None
+
+    def acquire_kept(self) -> bool:
+        """Shares the cluster that a person left running; False when there is none of this checkout's making."""
+        self.acquire(shared=True)
+        return self.kept() and self.usable()
 
     def up(self, count: int = 2, mounts: Mapping[str, Path] | None = None) -> None:
         """Starts everything and waits until every node is Ready; removes what an earlier run left first."""
@@ -132,6 +136,20 @@ class Cluster(Client):
 
     def load(self, archive: Path) -> None:
         node.load(self.layout, self.nodes, archive)
+
+    def loaded(self) -> dict[str, str]:
+        """The images in the nodes: name and digest."""
+        note = self.layout.root / "images.json"
+        return dict(json.loads(note.read_text())) if note.exists() else {}
+
+    def note_loaded(self, images: Mapping[str, str]) -> None:
+        (self.layout.root / "images.json").write_text(json.dumps({**self.loaded(), **images}))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other run that shares the cluster is inside: for loading images, and for helm."""
+        with build.locked(self.layout.root / "alone.lock"):
+            yield
 
     # Faults
 

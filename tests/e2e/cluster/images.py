@@ -15,6 +15,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.cluster import base, build, oci
@@ -145,16 +146,21 @@ def buildah(*arguments: str, inside: Sequence[str] = ()) -> str:
     return done.stdout
 
 
-def archives(images: Iterable[oci.Image], folder: Path) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One archive to import: its images, without layers that an earlier part brought."""
+
+    name: str
+    images: tuple[oci.Image, ...]
+    without: frozenset[str] = frozenset()
+
+
+def parts(images: Iterable[oci.Image]) -> list[Part]:
     """First the base with `pause`, then each image without what the base brought."""
-    layout, below = base.layout(), base.base()
-    shared = set(layout.layers(below))
-    paths = [folder / "base.tar"]
-    layout.archive([below, pause()], paths[0])
-    for image in images:
-        paths.append(folder / f"{image.name.split('/')[-1].split(':')[0]}.tar")
-        layout.archive([image], paths[-1], without=shared)
-    return paths
+    below = base.base()
+    shared = frozenset(base.layout().layers(below))
+    made = [Part("base", (below, pause()))]
+    return made + [Part(image.name.split("/")[-1].split(":")[0], (image,), shared) for image in images]
 
 
 def _digest(below: oci.Image, recipe: str, files: tuple[str, ...]) -> str:

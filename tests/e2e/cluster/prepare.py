@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tests.e2e.cluster import environment, images, models, oci
+from tests.e2e.cluster import base, environment, images, models, oci
 from tests.e2e.cluster.cluster import Cluster
 
 T = TypeVar("T")
@@ -46,10 +46,17 @@ def prepare(*, bare: bool = False) -> Prepared:
 
 
 def load(cluster: Cluster, made: Prepared) -> None:
-    """Imports the images into every node; an image that is already there is replaced."""
-    with tempfile.TemporaryDirectory(prefix="engram-images-") as folder:
-        for archive in made.timed("image archives", lambda: images.archives(made.images, Path(folder))):
-            made.timed(f"import of {archive.name}", lambda path=archive: cluster.load(path))  # type: ignore[misc]
+    """Imports into every node the images that are not there yet; an older one of the same name is replaced."""
+    with cluster.alone(), tempfile.TemporaryDirectory(prefix="engram-images-") as folder:
+        there = cluster.loaded()
+        for part in images.parts(made.images):
+            wanted = {image.name: str(image.manifest["digest"]) for image in part.images}
+            if wanted.items() <= there.items():
+                continue
+            path = Path(folder, f"{part.name}.tar")
+            base.layout().archive(part.images, path, without=part.without)
+            made.timed(f"import of the {part.name} image", lambda path=path: cluster.load(path))  # type: ignore[misc]
+            cluster.note_loaded(wanted)
 
 
 def report(timings: Mapping[str, float]) -> str:
