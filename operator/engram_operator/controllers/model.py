@@ -45,7 +45,7 @@ from engram_operator.status import Observed, Refusal, same_status, status_of
 from engram_operator.status.observed import Mode, Snapshots
 from engram_operator.status.pods import is_ready
 
-CHILDREN = (SERVICE_ACCOUNTS, SERVICES, DISRUPTION_BUDGETS, NETWORK_POLICIES)
+DISPENSABLE = (SERVICE_ACCOUNTS, DISRUPTION_BUDGETS, NETWORK_POLICIES)  # a changed spec may have no use for them
 SOON_SECONDS = 1.0
 WAITING_SECONDS = 5.0  # between looks at something that no event will tell of
 REFUSED_SECONDS = 30.0  # a refusal that is not about the spec may be lifted without an event
@@ -306,7 +306,7 @@ class ModelController:
                 continue
             kept.append(obj)
             await self._judge(self._applier.ensure(obj), obj, intent)
-        await self._applier.remove_others(CHILDREN, metadata["namespace"], metadata["uid"], kept)
+        await self._applier.remove_others(DISPENSABLE, metadata["namespace"], metadata["uid"], kept)
         if not intent.model.monitoring.enabled:
             await self._unmonitor(look.model)
         if rollout.rolls:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from engram_operator.kube import kinds
 
 WATCH = frozenset({"list", "watch"})
-OWN = WATCH | {"get", "create", "patch", "delete"}  # children: applied, and looked at once more before they go
+STAYS = WATCH | {"get", "create", "patch"}  # children: applied; "get" tells whose an object of that name is
+OWN = STAYS | {"delete"}  # children that a changed spec has no use for
 
 # (API group, resource or resource/subresource) -> verbs
 Rights = Mapping[tuple[str, str], frozenset[str]]
@@ -30,14 +31,14 @@ RIGHTS: Rights = {
     _of(kinds.POLICIES, "status"): frozenset({"patch"}),
     _of(kinds.SNAPSHOTS): WATCH | {"create", "patch", "delete"},
     _of(kinds.SNAPSHOTS, "status"): frozenset({"patch"}),
-    _of(kinds.STATEFULSETS): OWN,
+    _of(kinds.STATEFULSETS): STAYS,
     _of(kinds.DEPLOYMENTS): OWN,
-    _of(kinds.SERVICES): OWN,
+    _of(kinds.SERVICES): STAYS,
     _of(kinds.SERVICE_ACCOUNTS): OWN,
     _of(kinds.DISRUPTION_BUDGETS): OWN,
     _of(kinds.NETWORK_POLICIES): OWN,
     _of(kinds.POD_MONITORS): OWN - WATCH,  # not watched: most clusters lack the API
-    _of(kinds.JOBS): WATCH | {"create", "delete"},
+    _of(kinds.JOBS): WATCH | {"create"},  # the cluster removes them some time after their end
     _of(kinds.PODS): WATCH | {"get", "delete"},  # of lost nodes, and of old revisions that never become ready
     _of(kinds.PVCS): WATCH,
     _of(kinds.SECRETS): frozenset({"create"}),  # the tenant key, unread
