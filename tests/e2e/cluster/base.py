@@ -67,4 +67,6 @@ def _make(images: oci.Layout, name: str) -> oci.Image:
             device.unlink() if not device.is_dir() or device.is_symlink() else shutil.rmtree(device)
         command = ["tar", "--numeric-owner", "--sort=name", "-C", str(root), "-cf", str(layer), "."]
         subprocess.run(command, check=True, env=os.environ | {"LC_ALL": "C"})
-        return images.image(name, [images.put_layer(layer)], config=CONFIG)
+        made = images.image(name, [images.put_layer(layer)], config=CONFIG)
+        images.prune("base-", 1)
+        return made

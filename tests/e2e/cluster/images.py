@@ -37,11 +37,15 @@ USER = "10001:10001"
 COMMAND = "#!/usr/bin/python3\nimport sys\nfrom engram_runtime.cli import main\nsys.exit(main())\n"
 RECIPE = "1"
 BUILD_SECONDS = 900
+KEPT = 4  # newest builds of an image
+MOST_STORAGE = 2 << 30  # bytes of buildah's layers; without any of them the next build takes half a minute
 
 
 def pause() -> oci.Image:
     """What holds a pod's namespaces: the base, asleep; so it costs no layer."""
-    return base.layout().image(PAUSE, [], base=base.base(), config={"Entrypoint": ["sleep", "infinity"], "Cmd": []})
+    below = base.base()
+    with build.locked(build.cache_root() / "images.lock"):
+        return base.layout().image(PAUSE, [], base=below, config={"Entrypoint": ["sleep", "infinity"], "Cmd": []})
 
 
 def engine() -> oci.Image:
@@ -67,7 +71,9 @@ def _make_engine(folder: Path, name: str, below: oci.Image) -> oci.Image:
     images = base.layout()
     environment = [f"PYTHONPATH={PACKAGES}:{DESTINATION}", "PYTHONUNBUFFERED=1"]
     config = {"Env": environment, "User": USER, "Entrypoint": ["engram"], "Cmd": []}
-    return images.image(name, [images.put_layer(layer)], base=below, config=config)
+    made = images.image(name, [images.put_layer(layer)], base=below, config=config)
+    images.prune("engine-", KEPT)
+    return made
 
 
 def operator() -> oci.Image:
@@ -104,6 +110,9 @@ def _make_operator(context: Path, name: str) -> oci.Image:
     found = images.find(name)
     if found is None:
         raise RuntimeError("buildah pushed the operator image, but the layout does not list it")
+    images.prune("operator-", KEPT)
+    if _size(storage()) > MOST_STORAGE:  # layers of earlier sources, which buildah keeps for ever
+        buildah("rmi", "--all", "--force")
     return found
 
 
@@ -135,15 +144,24 @@ def wheelhouse() -> Path:
 
 def buildah(*arguments: str, inside: Sequence[str] = ()) -> str:
     """What it printed. With a storage of its own, so that nothing else of this machine's images is touched."""
-    root = build.cache_root() / "buildah"
-    storage = ["--root", str(root / "root"), "--runroot", str(root / "run"), "--storage-driver", "overlay"]
-    command = [*inside, "buildah", *storage, *arguments]
+    folders = ["--root", str(storage()), "--runroot", str(storage().with_name("run"))]
+    command = [*inside, "buildah", *folders, "--storage-driver", "overlay", *arguments]
     done = subprocess.run(
         command, cwd=build.cache_root(), capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
     )
     if done.returncode:
         raise RuntimeError(f"buildah {arguments[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
     return done.stdout
+
+
+def storage() -> Path:
+    return build.cache_root() / "buildah" / "root"
+
+
+def _size(folder: Path) -> int:
+    """Bytes on the disk."""
+    done = subprocess.run(["du", "-sx", "--block-size=1", str(folder)], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
+NAME_KEY = "org.opencontainers.image.ref.name"
 CHUNK = 1 << 20
 Descriptor = dict[str, Any]
 
@@ -93,8 +94,8 @@ class Layout:
         return self._tag(name, self.put(json.dumps(manifest, sort_keys=True).encode(), MANIFEST))
 
     def find(self, name: str) -> Image | None:
-        for entry in json.loads((self.folder / "index.json").read_text())["manifests"]:
-            if entry.get("annotations", {}).get("org.opencontainers.image.ref.name") == name:
+        for entry in self._entries():
+            if _name(entry) == name:
                 return Image(name, {key: entry[key] for key in ("mediaType", "digest", "size")})
         return None
 
@@ -123,12 +124,31 @@ class Layout:
             for digest in blobs:
                 tar.add(self.blob(digest), arcname=f"blobs/sha256/{digest.removeprefix('sha256:')}")
 
+    def prune(self, prefix: str, keep: int) -> None:
+        """Removes all but the newest few of the images whose names begin so, and blobs that no image has."""
+        entries = self._entries()
+        old = [entry for entry in entries if _name(entry).startswith(prefix)][:-keep]
+        if not old:
+            return
+        kept = [entry for entry in entries if entry not in old]
+        self._write_index(kept)
+        used = set()
+        for entry in kept:
+            manifest = json.loads(self.blob(entry["digest"]).read_text())
+            parts = (entry, manifest["config"], *manifest["layers"])
+            used |= {self.blob(part["digest"]).name for part in parts}
+        for path in (self.folder / "blobs" / "sha256").iterdir():
+            if path.name not in used:
+                path.unlink()
+
     def _tag(self, name: str, manifest: Descriptor) -> Image:
-        entries = json.loads((self.folder / "index.json").read_text())["manifests"]
-        key = "org.opencontainers.image.ref.name"
-        kept = [entry for entry in entries if entry.get("annotations", {}).get(key) != name]
-        self._write_index([*kept, {**manifest, "annotations": {key: name}}])
+        kept = [entry for entry in self._entries() if _name(entry) != name]
+        self._write_index([*kept, {**manifest, "annotations": {NAME_KEY: name}}])
         return Image(name, manifest)
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Oldest first."""
+        return list(json.loads((self.folder / "index.json").read_text())["manifests"])
 
     def _write_index(self, manifests: list[dict[str, Any]]) -> None:
         partial = self.folder / f".index.{os.getpid()}"
@@ -154,6 +174,10 @@ def tree_layer(path: Path, sources: Mapping[str, Path], scripts: Mapping[str, st
             tar.add(source, arcname=destination.lstrip("/"), filter=plain)
         for destination, text in sorted((scripts or {}).items()):
             _add(tar, destination.lstrip("/"), text.encode(), mode=0o755)
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("annotations", {}).get(NAME_KEY, ""))
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
