@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.e2e import pods
@@ -23,6 +26,44 @@ except urllib.error.HTTPError as error:
     answer = error
 print(json.dumps({"status": answer.status, "text": answer.read().decode()}))
 """
+# Turn after turn from several threads, each on a connection of its own, until standard input ends. Nothing is repeated.
+LOAD = """
+import json, sys, threading, time, urllib.request
+order = json.loads(sys.argv[1])
+stop, lock, answered, failed = threading.Event(), threading.Lock(), [], []
+def ask(thread, number):
+    body = {"model": order["model"], "messages": [{"role": "user", "content": f"Question {number} of {thread}."}],
+            "max_tokens": 4, "temperature": 0}
+    headers = {"content-type": "application/json", "x-engram-conversation-id": f"load-{thread}-{number}"}
+    request = urllib.request.Request(order["url"], json.dumps(body).encode(), headers)
+    began = time.time()
+    try:
+        with urllib.request.urlopen(request, timeout=order["timeout"]) as answer:
+            json.load(answer)["choices"][0]["message"]["content"]
+    except Exception as error:
+        with lock:
+            failed.append({"at": began, "after": time.time() - began, "error": f"{type(error).__name__}: {error}"})
+    else:
+        with lock:
+            answered.append(time.time() - began)
+def work(thread):
+    number = 0
+    while not stop.is_set():
+        ask(thread, number)
+        number += 1
+        time.sleep(order["pause"])
+threads = [threading.Thread(target=work, args=(thread,)) for thread in range(order["threads"])]
+for thread in threads:
+    thread.start()
+print("started", flush=True)
+sys.stdin.read()
+stop.set()
+for thread in threads:
+    thread.join()
+print(json.dumps({"answered": len(answered), "slowest": max(answered, default=0.0), "failed": failed}))
+"""
+THREADS = 3
+PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +76,15 @@ class Answer:
         return json.loads(self.text)
 
 
+@dataclass(slots=True)
+class Load:
+    """What became of a load; filled in when it has ended. `slowest` in seconds."""
+
+    answered: int = 0
+    slowest: float = 0.0
+    failed: list[dict[str, Any]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Calls from inside a pod that has Python: one of its own, or an engine's (whose loopback is trusted)."""
@@ -44,9 +94,9 @@ class Caller:
     pod: str
 
     @classmethod
-    def start(cls, kube: Client, image: str, namespace: str) -> Caller:
-        """In a pod of the engine's image, without any rights."""
-        return cls(kube, namespace, pods.start(kube, "caller", pods.pod_spec(image), namespace))
+    def start(cls, kube: Client, image: str, namespace: str, *, node: str | None = None) -> Caller:
+        """In a pod of the engine's image, without any rights; on `node` when one is named."""
+        return cls(kube, namespace, pods.start(kube, "caller", pods.pod_spec(image, node=node), namespace))
 
     def ask(
         self,
@@ -75,3 +125,28 @@ class Caller:
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
         url = f"http://{model}:{PORT}/v1/chat/completions"
         return self.ask(url, body, headers={"x-engram-conversation-id": conversation}, timeout=timeout)
+
+    @contextmanager
+    def load(self, model: str, *, timeout: float = 60) -> Iterator[Load]:
+        """Chats through the model's Service inside the block: every single failure is kept."""
+        url = f"http://{model}:{PORT}/v1/chat/completions"
+        order = {"model": model, "url": url, "threads": THREADS, "pause": PAUSE_SECONDS, "timeout": timeout}
+        command = ["kubectl", "exec", "-i", "--namespace", self.namespace, self.pod, "--"]
+        process = subprocess.Popen(
+            [*command, "python3", "-c", LOAD, json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.kube.environment,
+        )
+        assert process.stdout is not None
+        result = Load()
+        try:
+            assert process.stdout.readline() == "started\n"
+            yield result
+            printed, _ = process.communicate(timeout=timeout + 30)
+            said = json.loads(printed)
+            result.answered, result.slowest, result.failed = said["answered"], said["slowest"], said["failed"]
+        finally:
+            process.kill()
+            process.communicate()

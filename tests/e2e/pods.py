@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.e2e.cluster.client import Client
+from tests.e2e.cluster.client import Client, Object
+from tests.e2e.cluster.cluster import Cluster
 
 USER = 10001
 CONTAINER_SECURITY: dict[str, Any] = {
@@ -39,9 +42,13 @@ def pod_spec(
     *,
     env: Mapping[str, str] | None = None,
     service_account: str | None = None,
+    node: str | None = None,
     **container: Any,
 ) -> dict[str, Any]:
-    """One container named "main" with a writable /tmp. It has an API token only when a service account is named."""
+    """One container named "main" with a writable /tmp. It has an API token only when a service account is named.
+
+    `node`: the one it must run on.
+    """
     main = {
         "name": "main",
         "image": image,
@@ -59,6 +66,8 @@ def pod_spec(
         "containers": [main],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
+    if node is not None:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": node}
     return spec | ({"serviceAccountName": service_account} if service_account else {})
 
 
@@ -78,3 +87,19 @@ def service(name: str, selector: Mapping[str, str], port: int, target: int, **sp
     ports = [{"name": "http", "port": port, "targetPort": target}]
     body = {"selector": dict(selector), "ports": ports, **spec}
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": body}
+
+
+def processes(cluster: Cluster, pod: Object, word: str) -> list[int]:
+    """Processes of a pod whose command line holds `word`, found by its network namespace: whatever the API says."""
+    node, address = pod["spec"]["nodeName"], pod["status"]["podIP"]
+    return [pid for pid in cluster.processes(node, word) if address in _addresses(pid)]
+
+
+def _addresses(pid: int) -> set[str]:
+    """Of the network that a process is in; empty when it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/net/fib_trie").read_text()
+    except OSError:
+        return set()
+    lines = [line.split() for line in text.splitlines()]
+    return {words[1] for words, after in itertools.pairwise(lines) if words[:1] == ["|--"] and "/32" in after}
