@@ -159,6 +159,14 @@ def add_snapshot_flags(group: argparse._ArgumentGroup) -> None:
         help="between two sweeps; 0: no sweeps, nothing is deleted (default: 3600)",
     )
     group.add_argument(
+        "--gc-grace-seconds",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="younger files are never swept: longer than writing a snapshot may take, the same for all who use a store "
+        "(default: 3600)",
+    )
+    group.add_argument(
         "--unsafe-skip-snapshot-checks",
         action="store_true",
         help="for tests that tamper with stored bytes: restore them unchecked",

@@ -76,6 +76,7 @@ def snapshot_config(options: argparse.Namespace, settings: Settings) -> Snapshot
         max_conversations=options.retention_max_conversations,
         max_total_bytes=options.retention_max_total_size,
         gc_interval_seconds=options.gc_interval_seconds,
+        gc_grace_seconds=options.gc_grace_seconds,
         suspend_gc=options.gc_interval_seconds == 0,
     )
 

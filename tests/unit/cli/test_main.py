@@ -72,6 +72,7 @@ def test_help_is_quick_and_light():
         (["serve", "--model", ".", "--max-num-seqs", "0"], "--max-num-seqs must be >= 1"),
         (["serve", "--model", ".", "--snapshot-store", "s3:/x"], "--snapshot-store must be"),
         (["serve", "--model", ".", "--retention-keep-last", "0"], "--retention-keep-last must be >= 1"),
+        (["serve", "--model", ".", "--gc-grace-seconds", "-1"], "--gc-grace-seconds must be >= 0"),
         (["serve", "--model", ".", "--api-keys-dir", "/no/such"], "--api-keys-dir must be a folder"),
         (["serve", "--model", ".", "--tenant-key-file", "/no/such"], "--tenant-key-file /no/such cannot be read"),
         (["serve", "--model", ".", "--port", "70000"], "port must be between"),
