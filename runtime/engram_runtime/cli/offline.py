@@ -202,6 +202,9 @@ class _NoDevice:
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         raise SnapshotError("there is no device here")
 
+    def settle(self) -> None:
+        """Nothing was written."""
+
 
 @contextmanager
 def open_store(uri: str, key_file: Path, tenant: str | None, s3: S3Options | None = None) -> Iterator[OfflineStore]:

@@ -30,7 +30,7 @@ from engram_runtime.models.spec import ModelSpec
 from engram_runtime.settings import Settings
 from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
-from engram_runtime.snapshots.types import SnapshotConfig
+from engram_runtime.snapshots.types import SnapshotConfig, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,18 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
     return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer))
 
 
+def snapshot_service(
+    config: SnapshotConfig, abi: str, layout: StateLayout, executor: Executor | DeviceExecutor
+) -> SnapshotService:
+    """The service over an executor's caches; on a GPU its host tier is memory that the card copies at link speed."""
+    if not isinstance(executor, DeviceExecutor):
+        return SnapshotService(config, state_abi=abi, layout=layout, transfer=executor.transfer)
+    arena = executor.transfer.reserve(config.host_bytes, verify=config.verify)
+    service = SnapshotService(config, state_abi=abi, layout=layout, transfer=executor.transfer, memory=arena)
+    arena.reclaim = service.make_room
+    return service
+
+
 def load_engine(
     config: EngineConfig, snapshots: SnapshotConfig | None = None, *, registry: Registry | None = None
 ) -> LLMEngine:
@@ -116,7 +128,7 @@ def load_engine(
         digest = weights_digest(config.model, Settings.from_environment().cache_dir / "digests")
         abi = state_abi({**loaded.spec.abi_fields(), "weights": digest})
         facts = replace(facts, weights_digest=digest, state_abi=abi)
-        service = SnapshotService(snapshots, state_abi=abi, layout=layout, transfer=loaded.executor.transfer)
+        service = snapshot_service(snapshots, abi, layout, loaded.executor)
     return LLMEngine(
         config,
         loaded.executor,

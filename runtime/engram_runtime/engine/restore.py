@@ -114,13 +114,16 @@ class Restorer:
     def _write(self, job: _Job, fetched: Fetched) -> None:
         start = len(job.match.whole) * self._cache.block_size
         try:
-            for first, packed in fetched.kv:
-                skip = max(0, start - first)
-                count = min(packed.shape[3], fetched.position - first)
-                if skip < count:
-                    self._transfer.write_kv(job.block_ids, first + skip, packed[:, :, :, skip:count])
-            if job.taken is not None and job.taken.state_slot is not None:
-                self._transfer.write_state(job.taken.state_slot, fetched.state or {})
+            try:
+                for first, packed in fetched.kv:
+                    skip = max(0, start - first)
+                    count = min(packed.shape[3], fetched.position - first)
+                    if skip < count:
+                        self._transfer.write_kv(job.block_ids, first + skip, packed[:, :, :, skip:count])
+                if job.taken is not None and job.taken.state_slot is not None:
+                    self._transfer.write_state(job.taken.state_slot, fetched.state or {})
+            finally:
+                self._transfer.settle()  # also after trouble: the blocks go back, and nothing may still write there
             self._post(job, None)
         except Exception as error:  # a damaged tensor must end in a prefill, not in a dead engine
             self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))

@@ -55,12 +55,21 @@ class CacheTransfer:
     @torch.inference_mode()
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         """The inverse of `read_state`; ValueError when a tensor is missing or has another shape."""
-        caches = self._caches
+        for cache, value in self._checked_state(tensors):
+            cache[slot].copy_(value)
+
+    def settle(self) -> None:
+        """Until what this thread wrote is there: here it is there at once."""
+
+    def _checked_state(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(cache [slots, ...], value) of each state tensor; [] without state."""
+        caches, found = self._caches, list[tuple[Tensor, Tensor]]()
         if caches.ssm is None or caches.conv is None:
-            return
+            return found
         for name, cache in (("ssm", caches.ssm), ("conv", caches.conv)):
             value = tensors.get(name)
             if value is None or value.shape != cache.shape[1:]:
-                found = "missing" if value is None else tuple(value.shape)
-                raise ValueError(f"{name} must have shape {tuple(cache.shape[1:])}, got {found}")
-            cache[slot].copy_(value)
+                shape = "missing" if value is None else tuple(value.shape)
+                raise ValueError(f"{name} must have shape {tuple(cache.shape[1:])}, got {shape}")
+            found.append((cache, value))
+        return found

@@ -6,6 +6,7 @@ It ties the parts together and owns the background thread; the work is in saver,
 from __future__ import annotations
 
 import builtins
+import importlib
 import logging
 import queue
 import threading
@@ -23,8 +24,8 @@ from engram_runtime.snapshots.io.host_tier import HostTier
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.repository import Repository
 from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
-from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.io.store import ObjectStore
+from engram_runtime.snapshots.io.tensors import OrdinaryMemory
 from engram_runtime.snapshots.keeper import Keeper
 from engram_runtime.snapshots.loader import Loader
 from engram_runtime.snapshots.outcomes import OutcomeLog
@@ -45,6 +46,7 @@ from engram_runtime.snapshots.types import (
     EventPage,
     Fetched,
     FsckReport,
+    HostMemory,
     KVTransfer,
     Miss,
     Page,
@@ -69,7 +71,11 @@ SAMPLED_TENANTS = 8
 def open_store(uri: str, s3: S3Options | None = None) -> ObjectStore:
     """The object store of a `file:///path` or `s3://BUCKET[/PREFIX]` URI. ValueError for any other."""
     if uri.startswith(SCHEME):
-        return S3Store(s3 or S3Options.parse(uri), is_ref)
+        # By name: boto3 takes a second to import, and a machine without it can do everything else.
+        opened: ObjectStore = importlib.import_module("engram_runtime.snapshots.io.s3.store").S3Store(
+            s3 or S3Options.parse(uri), is_ref
+        )
+        return opened
     parts = urlsplit(uri)
     if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
         raise ValueError(f"store_uri must be file:///absolute/path or s3://BUCKET[/PREFIX], got {uri!r}")
@@ -79,7 +85,8 @@ def open_store(uri: str, s3: S3Options | None = None) -> ObjectStore:
 class SnapshotService:
     """Implements types.Snapshots. Every call may come from any thread.
 
-    `disk` and `store` replace the object stores that the configuration names (tests, and stores of other schemes).
+    `memory` is where host tensors lie (default: ordinary memory). `disk` and `store` replace the object stores that the
+    configuration names (tests, and stores of other schemes).
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class SnapshotService:
         state_abi: str,
         layout: StateLayout,
         transfer: KVTransfer,
+        memory: HostMemory | None = None,
         clock: Callable[[], float] = time.time,
         disk: ObjectStore | None = None,
         store: ObjectStore | None = None,
@@ -98,6 +106,7 @@ class SnapshotService:
         keyring = Keyring(config.tenant_key)
         catalogue = Catalogue()
         host = HostTier(config.host_bytes, layout)
+        memory = memory or OrdinaryMemory()
         if disk is None and config.disk_path is not None:
             disk = LocalStore(config.disk_path)
         if store is None and config.store_uri is not None:
@@ -106,12 +115,15 @@ class SnapshotService:
         for name, inner in (("disk", disk), ("store", store)):
             if config.enabled and inner is not None:
                 metered = MeteredStore(inner, name, counters)
-                tiers.append(Tier(name, Repository(name, metered, keyring, layout, verify=config.verify), metered))
+                tiers.append(
+                    Tier(name, Repository(name, metered, keyring, layout, verify=config.verify, memory=memory), metered)
+                )
         self._shared = shared = Shared(
             config=config,
             abi=state_abi,
             layout=layout,
             transfer=transfer,
+            memory=memory,
             keyring=keyring,
             catalogue=catalogue,
             host=host,
@@ -144,6 +156,10 @@ class SnapshotService:
         self._background = threading.Thread(target=self._tend, name="engram-snapshots", daemon=True)
         if tiers:
             self._background.start()
+
+    def make_room(self, nbytes: int) -> None:
+        """Let go of what was used longest ago in host memory, so that this much of its budget is free."""
+        self._shared.host.make_room(nbytes)
 
     # The engine's side
 

@@ -16,7 +16,7 @@ from engram_runtime.snapshots.policy.identity import Keyring, TokenChain
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.sources import FileSources
 from engram_runtime.snapshots.tiers import Counters, Tier
-from engram_runtime.snapshots.types import KVTransfer, SnapshotConfig, StateLayout
+from engram_runtime.snapshots.types import HostMemory, KVTransfer, SnapshotConfig, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Shared:
     abi: str
     layout: StateLayout
     transfer: KVTransfer
+    memory: HostMemory
     keyring: Keyring
     catalogue: Catalogue
     host: HostTier

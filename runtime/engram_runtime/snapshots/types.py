@@ -17,6 +17,7 @@ from engram_runtime.snapshots.io.s3.options import SCHEME, S3Options
 from engram_runtime.snapshots.views import SnapshotOverview
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BOUNDARY_KINDS = ("user_start", "history", "turn_end", "next_history", "manual")
@@ -74,6 +75,20 @@ class KVTransfer(Protocol):
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         """The inverse of read_state."""
 
+    def settle(self) -> None:
+        """Returns when what the calling thread wrote is there. SnapshotError when its bytes were damaged on the host,
+        as far as the device can tell (see HostMemory)."""
+
+
+class HostMemory(Protocol):
+    """Where the host tier's tensors lie: memory that the device copies fast, where there is a device."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised host tensor."""
+
+    def is_sealed(self, tensor: Tensor) -> bool:
+        """Whether the device itself will check these bytes when they are written to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreQuery:
@@ -99,7 +114,7 @@ class Fetched:
 
     snapshot_id: str
     position: int  # tokens [0, position) are covered by kv (from kv_from on) and, if needed, by state
-    kv: list[tuple[int, Tensor]]  # (start, packed [L, 2, K, n, D]), ascending, gapless over [kv_from, position)
+    kv: list[tuple[int, Tensor]]  # (start, packed [L, 2, K, n, D], a view maybe), gapless over [kv_from, position)
     state: dict[str, Tensor] | None  # exact at `position`; None for a dense model
     tier: str  # slowest tier that was read: "host", "disk" or "store"
     bytes: int

@@ -177,6 +177,9 @@ class FakeExecutor:
         for offset, value in enumerate(packed[0, 0, 0, :, 0].tolist()):
             self._put(block_ids, first + offset, value)
 
+    def settle(self) -> None:
+        """Writes are done when they return."""
+
     def read_state(self, slot: int) -> dict[str, Tensor]:
         return {"ssm": torch.tensor([self.states[slot] or 0])} if self.states else {}
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engram_kernels.checksum.kernel import checksum
+from engram_kernels.checksum.reference import checksum as checksum_reference
+from engram_kernels.checksum.reference import new_keys
 from engram_kernels.copy_blocks.kernel import copy_blocks
 from engram_kernels.copy_state.kernel import copy_state
 from engram_kernels.gather_kv.kernel import gather_kv
@@ -52,3 +55,12 @@ def test_copy_state() -> None:
     copy_state(ssm, conv, torch.tensor([1, 4]), torch.tensor([3, 0]))
     assert torch.equal(ssm, expected[0])
     assert torch.equal(conv, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1024), (7, 2500)])
+def test_checksum(shape: tuple[int, int]) -> None:
+    keys, words = new_keys(torch.device("cpu")), torch.randint(-(1 << 63), (1 << 63) - 1, shape)
+    got, expected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    checksum(words, keys, got, 4)
+    checksum_reference(words, keys, expected, 4)
+    assert int(got) == int(expected)

@@ -16,6 +16,7 @@ from engram_kernels import Ops
 from engram_kernels.metadata import PAGE
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.device.graphs import CudaRecorder
+from engram_runtime.executor.device.transfer import STAGING_BYTES
 from engram_runtime.executor.memory import CacheRequest, plan_caches
 from engram_runtime.executor.plan import CacheGeometry, RowOpen, RowSampling, SequencePlan, StepPlan
 from engram_runtime.models.base import CausalLM
@@ -44,7 +45,7 @@ def build_executor(
     spare = PAGE * spec.kv_bytes_per_token() + spec.state_bytes()
     tables = 4 * request.max_num_seqs * (window // PAGE + 2)
     free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * share) - (total - free) - step - spare - tables - SLACK
+    budget = int(total * share) - (total - free) - step - spare - tables - STAGING_BYTES - SLACK
     if budget <= 0:
         raise ValueError(
             f"gpu_memory_utilization {share} leaves no memory for caches: of {total} bytes {total - free} are in use "

@@ -137,6 +137,7 @@ class DeviceExecutor:
             self._stream.synchronize()
         if self._graphs is not None:
             self._graphs.clear()
+        self.transfer.close()
         self._pending.clear()
         self._caches.kv.clear()
         self._caches.ssm = self._caches.conv = None

@@ -1,58 +1,315 @@
-"""KV and states between a GPU's caches and the host, beside running steps.
+"""KV and states between a GPU's caches and the host, beside running steps, at the rate of the link.
 
-Worker threads read and write on a stream of their own. What they read is finished and under a lease. What they write
-to was given back by somebody, whose last step may still be queued when that sequence turned out to have ended: so a
-write begins after everything that is submitted, and returns when it is done, before anybody is told.
+Scattered pages are packed first: a kernel gathers rows into a staging buffer while the copy engine moves the buffer
+before it, two buffers and two streams each way, so a conversation of any length needs 128 MiB of the card. Kernels that
+touch host memory themselves would slow decode several times over; the copy engine costs it a percent.
+
+Worker threads call; what they read is finished and under a lease. What they write to was given back by somebody, whose
+last step may still be queued when that sequence turned out to have ended: so a write begins after everything that is
+submitted, and `settle` returns when it is done, before anybody is told. Bytes that this process gathered (or checked
+once) carry a digest of their way through the GPU and are checked with it on the way back, at no cost.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engram_kernels import Ops
-from engram_runtime.executor.device.staging import Done
+from engram_kernels.checksum.reference import new_keys
+from engram_runtime.errors import SnapshotError
+from engram_runtime.executor.device.arena import HostArena
+from engram_runtime.executor.device.paging import resolve_checksum, row_mover
+from engram_runtime.executor.device.staging import Done, host_buffer, to_host
 from engram_runtime.executor.transfer import CacheTransfer
 from engram_runtime.models.caches import Caches
 
+GROUP_BYTES = 64 << 20
+STAGING_BYTES = 4 * GROUP_BYTES
+"""Of the card, once snapshots are both saved and restored."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One direction: kernels and copies in two queues, two buffers between them; one caller at a time."""
+
+    device: torch.device
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    kernels: torch.cuda.Stream | None = None
+    copies: torch.cuda.Stream | None = None
+    buffers: list[Tensor] = field(default_factory=list)
+    used: list[Done | None] = field(default_factory=lambda: [None, None])
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.kernels = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+        else:
+            with torch.cuda.stream(stream):
+                yield
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """The next staging buffer's first bytes; call it on the queue that writes there."""
+        if not self.buffers:
+            self.buffers = [torch.empty(GROUP_BYTES, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            if self.kernels is not None:
+                torch.cuda.current_stream().synchronize()
+        self.turn ^= 1
+        before = self.used[self.turn]
+        if before is not None:
+            before.hold_back()
+        return self.buffers[self.turn][:nbytes]
+
+    def release(self) -> None:
+        """The buffer taken last may be written again once the current queue has come this far."""
+        self.used[self.turn] = Done(self.device)
+
+    def mark(self) -> Done:
+        return Done(self.device)
+
+    def wait(self) -> None:
+        for stream in (self.kernels, self.copies):
+            if stream is not None:
+                stream.synchronize()
+
+
+@dataclass(slots=True)
+class _Check:
+    """A piece on its way to the device, and where its digest will be."""
+
+    piece: Tensor
+    digest: Tensor
+
 
 class DeviceTransfer(CacheTransfer):
-    """`submitted` gives the mark behind the newest step, None before the first."""
+    """`submitted` gives the mark behind the newest step, None before the first. `use` gives it pinned memory."""
 
     def __init__(self, ops: Ops, caches: Caches, device: torch.device, submitted: Callable[[], Done | None]) -> None:
         super().__init__(ops, caches)
-        self._submitted = submitted
-        self._stream: torch.cuda.Stream | None = None
+        self._device, self._submitted = device, submitted
+        self._out, self._in = _Lane(device), _Lane(device)
+        self._rows = row_mover(ops, caches.kv) if caches.kv else None
+        self._checksum = resolve_checksum(ops)
+        self._keys = new_keys(device)
+        self._arena: HostArena | None = None
+        self._unsettled: dict[int, list[_Check]] = {}
+        """By thread."""
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(device).synchronize()  # tables and keys are there for every stream
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            newest = self._submitted()
-            if newest is not None:
-                newest.hold_back()
-            yield
-            self._stream.synchronize()
+    def reserve(self, nbytes: int, *, verify: bool = True) -> HostArena:
+        """Host tensors come from a pinned arena of this size from now on; this object closes it."""
+        self._arena = HostArena(nbytes, verify=verify)
+        return self._arena
 
+    def close(self) -> None:
+        """Wait for what runs, and unpin the host's memory."""
+        for lane in (self._out, self._in):
+            with lane.lock:
+                lane.wait()
+        if self._arena is not None:
+            self._arena.close()
+
+    # To the host
+
+    @torch.inference_mode()
     def read_kv(self, block_ids: Sequence[int], first: int, count: int) -> Tensor:
-        with self._beside():
+        """Tokens [first, first + count) of the sequence with this block table -> host [L, 2, K, count, D]."""
+        if self._rows is None or not count:
             return super().read_kv(block_ids, first, count)
+        some = self._caches.kv[0]
+        heads, dim = some.shape[2], some.shape[4]
+        packed = self._host((len(self._caches.kv), 2, heads, count, dim), some.dtype)
+        lane = self._out
+        with lane.lock:
+            with lane.on(lane.kernels):
+                table = self._table(block_ids)
+                digest = self._zero()
+            for begin, part in self._groups(packed):
+                with lane.on(lane.kernels):
+                    stage = lane.buffer(part.numel() * part.element_size()).view(part.dtype).view(part.shape)
+                    self._rows.move(stage, table, begin, first, count, 0, to_packed=True)
+                    self._add(stage, digest, begin)
+                    gathered = lane.mark()
+                with lane.on(lane.copies):
+                    gathered.hold_back()
+                    self._copy(part, stage, to_host=True)
+                    lane.release()
+            with lane.on(lane.kernels):
+                found = to_host(digest)
+            lane.wait()
+        self._seal(packed, found)
+        return packed
 
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
-        with self._beside():
-            super().write_kv(block_ids, first, packed)
-
+    @torch.inference_mode()
     def read_state(self, slot: int) -> dict[str, Tensor]:
-        with self._beside():
-            return super().read_state(slot)
+        """As `CacheTransfer.read_state`: a slot is one span a tensor, so nothing is staged."""
+        caches, lane = self._caches, self._out
+        if caches.ssm is None or caches.conv is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        with lane.lock:
+            digests: dict[str, Tensor] = {}
+            for name, cache in (("ssm", caches.ssm), ("conv", caches.conv)):
+                source = cache[slot]
+                found[name] = self._host(source.shape, source.dtype)
+                with lane.on(lane.copies):
+                    self._copy(found[name], source, to_host=True)
+                with lane.on(lane.kernels):
+                    digest = self._zero()
+                    self._add(source, digest, 0)
+                    digests[name] = to_host(digest)
+            lane.wait()
+        for name, value in found.items():
+            self._seal(value, digests[name])
+        return found
 
+    # To the device
+
+    @torch.inference_mode()
+    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
+        """packed [L, 2, K, count, D] becomes tokens [first, first + count), once `settle` has returned.
+
+        A slice of a piece along its tokens is taken from the whole piece, which is checked as a whole.
+        """
+        if self._rows is None or not packed.numel() or packed.dtype != self._caches.kv[0].dtype:
+            super().write_kv(block_ids, first, packed)
+            return
+        piece, skip = whole_piece(packed)
+        count, lane = packed.shape[3], self._in
+        with lane.lock:
+            with lane.on(lane.kernels):
+                self._after_submitted()
+                table = self._table(block_ids)
+                digest = self._zero()
+            for begin, part in self._groups(piece):
+                with lane.on(lane.copies):
+                    stage = lane.buffer(part.numel() * part.element_size()).view(part.dtype).view(part.shape)
+                    self._copy(part, stage, to_host=False)
+                    arrived = lane.mark()
+                with lane.on(lane.kernels):
+                    arrived.hold_back()
+                    self._add(stage, digest, begin)
+                    self._rows.move(stage, table, begin, first, count, skip, to_packed=False)
+                    lane.release()
+            self._expect(piece, digest)
+
+    @torch.inference_mode()
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
-        with self._beside():
-            super().write_state(slot, tensors)
+        """The inverse of `read_state`, once `settle` has returned; ValueError for a missing or misshapen tensor."""
+        lane = self._in
+        with lane.lock, lane.on(lane.kernels):
+            self._after_submitted()
+            for cache, value in self._checked_state(tensors):
+                self._copy(value, cache[slot], to_host=False)
+                digest = self._zero()
+                self._add(cache[slot], digest, 0)
+                self._expect(value, digest)
+
+    def settle(self) -> None:
+        """Until what this thread wrote is there. SnapshotError when it is not what was once read."""
+        lane = self._in
+        with lane.lock:
+            checks = self._unsettled.pop(threading.get_ident(), [])
+            with lane.on(lane.kernels):
+                found = to_host(torch.cat([check.digest for check in checks])) if checks else None
+            lane.wait()
+        if found is None or self._arena is None:
+            return
+        damaged = False
+        for check, value in zip(checks, found.tolist(), strict=True):
+            known = self._arena.digest(check.piece)
+            if known is None:
+                self._seal(check.piece, torch.tensor([value]))
+            elif known != value:
+                self._arena.unseal(check.piece)  # the next one who wants it checks it on the host, and drops it
+                damaged = True
+        if damaged:
+            raise SnapshotError("host tier: checksum does not match, the bytes are damaged")
+
+    # Parts
+
+    def _host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype) if self._arena is None else self._arena.empty(shape, dtype)
+
+    def _table(self, block_ids: Sequence[int]) -> Tensor:
+        """[n] int32 on the device, sent without waiting."""
+        host = host_buffer((len(block_ids),), torch.int32, self._device)
+        host.copy_(torch.as_tensor(block_ids, dtype=torch.int32))
+        return host.to(self._device, non_blocking=True)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def _groups(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows [n, count, D]) of a packed piece, as many rows as a staging buffer holds."""
+        rows = packed.view(-1, packed.shape[3], packed.shape[4])
+        each = rows[0].numel() * rows.element_size()
+        step = GROUP_BYTES // each
+        if not step:
+            raise ValueError(f"{packed.shape[3]} tokens are too many: one head of them has {each} bytes")
+        for begin in range(0, rows.shape[0], step):
+            yield begin, rows[begin : begin + step]
+
+    def _copy(self, host: Tensor, device: Tensor, *, to_host: bool) -> None:
+        """All bytes of one to the other, on the current queue."""
+        flat = device.view(-1).view(torch.uint8)
+        done = 0
+        for part in self._arena.parts(host) if self._arena is not None else [host.view(-1).view(torch.uint8)]:
+            other = flat[done : done + part.numel()]
+            done += part.numel()
+            if to_host:
+                part.copy_(other, non_blocking=True)
+            else:
+                other.copy_(part, non_blocking=True)
+
+    def _add(self, rows: Tensor, digest: Tensor, first_row: int) -> None:
+        """Digest of rows [n, ...]; nothing where their bytes are no whole words."""
+        flat = rows.reshape(rows.shape[0], -1)
+        if flat.shape[1] * flat.element_size() % 8 == 0:
+            self._checksum(flat.view(torch.int64), self._keys, digest, first_row)
+
+    def _seal(self, piece: Tensor, digest: Tensor) -> None:
+        row_bytes = piece.numel() // _rows_of(piece) * piece.element_size()
+        if self._arena is not None and row_bytes % 8 == 0:
+            self._arena.seal(piece, int(digest))
+
+    def _expect(self, piece: Tensor, digest: Tensor) -> None:
+        self._unsettled.setdefault(threading.get_ident(), []).append(_Check(piece, digest))
+
+    def _after_submitted(self) -> None:
+        newest = self._submitted()
+        if newest is not None:
+            newest.hold_back()
+
+
+def _rows_of(piece: Tensor) -> int:
+    """Rows that `_add` sees: of a KV piece [L, 2, K, count, D] its planes' heads, of a state its layers."""
+    return piece.shape[0] * piece.shape[1] * piece.shape[2] if piece.dim() == 5 else piece.shape[0]
+
+
+def whole_piece(packed: Tensor) -> tuple[Tensor, int]:
+    """(the contiguous piece that `packed` [L, 2, K, count, D] is a slice of along its tokens, tokens skipped)."""
+    if packed.is_contiguous():
+        return packed, 0
+    layers, two, heads, count, dim = packed.shape
+    total = packed.stride(2) // dim if heads > 1 or layers * two > 1 else count
+    skip, rest = divmod(int(packed.storage_offset()), dim)
+    shape = (layers, two, heads, total, dim)
+    strides = (two * heads * total * dim, heads * total * dim, total * dim, dim, 1)
+    size = layers * two * heads * total * dim * packed.element_size()
+    same = packed.stride() == strides and packed.untyped_storage().nbytes() == size
+    if rest or not same or skip + count > total:
+        return packed.contiguous(), 0
+    return packed.as_strided(shape, strides, 0), skip

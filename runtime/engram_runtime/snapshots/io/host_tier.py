@@ -60,6 +60,15 @@ class HostTier:
         with self._lock:
             self._pool(key).remove(key)
 
+    def make_room(self, nbytes: int) -> None:
+        """Evict until `nbytes` of the capacity are free, from the fuller pool first."""
+        with self._lock:
+            while sum(pool.used for pool in self._pools.values()) + nbytes > self._capacity:
+                fullest = max(self._pools.values(), key=lambda pool: pool.used)
+                if not fullest.items:
+                    return
+                fullest.evict()
+
     @property
     def nbytes(self) -> int:
         with self._lock:
@@ -96,11 +105,15 @@ class _Pool:
         if size > self.capacity:
             return False
         while self.used + size > self.capacity:
-            _, (_, freed) = self.items.popitem(last=False)
-            self.used -= freed
+            self.evict()
         self.items[key] = (value, size)
         self.used += size
         return True
+
+    def evict(self) -> None:
+        """The least recently used item."""
+        _, (_, freed) = self.items.popitem(last=False)
+        self.used -= freed
 
     def get(self, key: ItemKey) -> Mapping[str, Tensor] | None:
         found = self.items.get(key)

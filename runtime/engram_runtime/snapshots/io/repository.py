@@ -21,7 +21,7 @@ from engram_runtime.snapshots.policy import records, refs
 from engram_runtime.snapshots.policy.identity import Keyring, Signer, tokens_from_bytes
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import PieceRef
-from engram_runtime.snapshots.types import StateLayout
+from engram_runtime.snapshots.types import HostMemory, StateLayout
 
 LIST_PAGE = 1000
 MAX_LIVE = 1 << 16
@@ -47,11 +47,13 @@ class Repository:
         *,
         verify: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        memory: HostMemory | None = None,
     ) -> None:
         self.tier = tier
         self.store = store
         self._keyring = keyring
         self._layout = layout
+        self._memory = memory or tensors.OrdinaryMemory()
         self._verify = verify
         self._clock = clock
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class Repository:
         files.check_state_entries(opened, self._layout, prefix)
         result = {}
         for name, spec in self._layout.states.items():
-            tensor = tensors.allocate_state(spec)
+            tensor = tensors.allocate_state(spec, self._memory)
             view = tensors.view_bytes(tensor)
             self.store.read_into(opened.key, opened.header.tensors[prefix + name].offset, view)
             self._check(opened, prefix + name, view)
@@ -125,7 +127,7 @@ class Repository:
         expected = self._layout.kv_bytes_per_token * (ref.tensor_end - ref.start)
         if ref.nbytes != expected:
             raise SnapshotError(f"KV piece of {ref.nbytes} bytes, {expected} expected for its tokens")
-        tensor = tensors.allocate_kv(self._layout, ref.tensor_end - ref.start)
+        tensor = tensors.allocate_kv(self._layout, ref.tensor_end - ref.start, self._memory)
         view = tensors.view_bytes(tensor)
         key = space.kv(ref.file)
         self.store.read_into(key, ref.offset, view)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engram_runtime.snapshots.types import StateLayout, TensorSpec
+from engram_runtime.snapshots.types import HostMemory, StateLayout, TensorSpec
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -27,6 +28,16 @@ FILE_DTYPES = {
 }
 
 
+class OrdinaryMemory:
+    """HostMemory where there is no device that could copy faster from other memory."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def is_sealed(self, tensor: Tensor) -> bool:
+        return False
+
+
 def view_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, writable, shared with it."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -40,13 +51,13 @@ def kv_shape(layout: StateLayout, tokens: int) -> tuple[int, ...]:
     return (layout.kv_layers, 2, layout.kv_heads, tokens, layout.head_dim)
 
 
-def allocate_kv(layout: StateLayout, tokens: int) -> Tensor:
+def allocate_kv(layout: StateLayout, tokens: int, memory: HostMemory) -> Tensor:
     """Uninitialised host tensor [L, 2, K, tokens, D]."""
-    return torch.empty(kv_shape(layout, tokens), dtype=TORCH_DTYPES[layout.kv_dtype])
+    return memory.empty(kv_shape(layout, tokens), TORCH_DTYPES[layout.kv_dtype])
 
 
-def allocate_state(spec: TensorSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+def allocate_state(spec: TensorSpec, memory: HostMemory) -> Tensor:
+    return memory.empty(spec.shape, TORCH_DTYPES[spec.dtype])
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> None:
@@ -56,10 +67,9 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) 
 
 
 def slice_tokens(packed: Tensor, first: int, last: int) -> Tensor:
-    """Tokens [first, last) of [L, 2, K, n, D], contiguous; the tensor itself when that is all of it."""
-    if first == 0 and last == packed.shape[3]:
-        return packed
-    return packed[:, :, :, first:last].contiguous()
+    """Tokens [first, last) of [L, 2, K, n, D], a view: on its way to the device the whole piece is cheaper to move
+    than half of it is to copy here."""
+    return packed[:, :, :, first:last]
 
 
 def nbytes(tensor: Tensor) -> int:
