@@ -141,10 +141,11 @@ class Eraser:
         if job is None:
             try:
                 outcome = await self._ask_engines(obj, snapshot, ids, policy)
-            except StoreTrouble as error:
-                return await self._trouble(obj, snapshot, error.reason, error.message)
             except EngineError as error:
-                if attempts < ENGINE_ATTEMPTS:
+                stays = isinstance(error, StoreTrouble) or attempts < ENGINE_ATTEMPTS
+                # The engines of a model that is going away end soon, and its namespace may be going too: to wait for
+                # them would hold it up. What they could not do a Job can, or it is refused because of that.
+                if stays and self._is_there(snapshot):
                     return await self._trouble(obj, snapshot, error.reason, error.message)
                 outcome = _Engines.CANNOT_TELL
             if outcome is _Engines.DONE:
@@ -185,6 +186,11 @@ class Eraser:
             if not gone:
                 return _Engines.CANNOT_TELL
         return _Engines.DONE
+
+    def _is_there(self, snapshot: Snapshot) -> bool:
+        """Whether its model is, and is not being deleted."""
+        model = self._cache.get(MODELS, snapshot.namespace, snapshot.model)
+        return model is not None and "deletionTimestamp" not in model["metadata"]
 
     def _is_of(self, obj: Object, policy: SnapshotPolicy | None) -> bool:
         """Whether the object's bytes are in this policy's store."""

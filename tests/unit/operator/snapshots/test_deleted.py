@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from engram_operator.kube.errors import KubeError
-from engram_operator.kube.kinds import JOBS, PODS, POLICIES, SNAPSHOTS
+from engram_operator.kube.kinds import JOBS, MODELS, PODS, POLICIES, SNAPSHOTS
 from engram_operator.resources.snapshot import FINALIZER
 from tests.support.snapshot_world import NS, SnapshotWorld
 
@@ -217,6 +217,19 @@ async def test_an_ending_namespace_takes_no_job_so_the_object_goes(world):
     await world.settle(3)
     assert world.snapshot() is None
     assert any(reason == "NamespaceTerminating" and uri in note for _, reason, note in world.kube.events())
+
+
+async def test_a_namespace_that_ends_does_not_wait_for_engines_whose_store_is_gone(world):
+    engine = await taken(world)
+    engine.denied = True
+    world.kube.edit(MODELS, NS, "m", {"metadata": {"finalizers": ["engram.dev/drain"]}})
+    world.kube.remove(MODELS, NS, "m")
+    text = "forbidden: unable to create new content in namespace default because it is being terminated"
+    world.kube.fail(403, "create", JOBS, times=None, message=text)
+    world.delete("s")
+    await world.settle(3)
+    assert world.snapshot() is None
+    assert any(reason == "NamespaceTerminating" for _, reason, _ in world.kube.events())
 
 
 async def test_a_quota_is_no_end_of_a_namespace(world):
