@@ -84,10 +84,15 @@ priorityClassName: {{ . }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.tolerations }}
 tolerations:
+  {{- with .Values.tolerations }}
   {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- end }}
+  # Off a lost node at once, and not after Kubernetes' five minutes: models wait for the operator to be replaced. A twin
+  # of it that lives on there writes nothing without the lease.
+  {{- range list "not-ready" "unreachable" }}
+  - {key: node.kubernetes.io/{{ . }}, operator: Exists, effect: NoExecute, tolerationSeconds: 10}
+  {{- end }}
 {{- end -}}
 
 {{- /* Annotations of an object that exists while the release is being uninstalled; takes the weight. */ -}}

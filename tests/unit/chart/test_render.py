@@ -182,3 +182,13 @@ def test_the_notes_show_a_model_that_the_schema_takes():
     assert SCHEMAS.admit(document)["spec"]["model"]["uri"].startswith("hf://")
     assert "helm test" not in notes
     assert "helm test engram" in texts({"helmTest": {"model": "chat"}})["templates/NOTES.txt"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_operator_leaves_a_lost_node_at_once(case):
+    """With Kubernetes' own five minutes, a model beside the operator would wait that long to be replaced."""
+    for spec in pod_specs(render(CASES[case])):
+        evicted = {
+            entry["key"]: entry["tolerationSeconds"] for entry in spec["tolerations"] if "tolerationSeconds" in entry
+        }
+        assert evicted == {"node.kubernetes.io/not-ready": 10, "node.kubernetes.io/unreachable": 10}
