@@ -25,8 +25,8 @@ def chunk(row: int, start: int, count: int, blocks: tuple[int, ...], *, sample: 
     ("lengths", "shape"),
     [
         ([(0, 1)], MixedShape(0, 1, 32)),
-        ([(500, 40)], MixedShape(0, 1, 128)),
-        ([(9, 1), (500, 40)], MixedShape(8, 1, 128)),
+        ([(500, 40)], MixedShape(0, 1, 64)),
+        ([(9, 1), (500, 40)], MixedShape(8, 1, 64)),
         ([(9, 1)] * 9 + [(0, 20)] * 3, MixedShape(20, 4, 32)),
         ([(9, 1)] * 3, MixedShape(8, 0, 0)),
         ([(0, 129)], None),

@@ -22,7 +22,7 @@ from engram_runtime.executor.plan import SequencePlan
 
 DECODES = (8, 64)
 CHUNKS = (1, 4, 16)
-CHUNK_TOKENS = (32, 128)
+CHUNK_TOKENS = (32, 64, 128)
 MAX_TOKENS = 2048
 MAX_WASTE, FREE_TOKENS = 4, 256
 """A shape may have this many times the step's tokens, or up to this many tokens however few they are."""
