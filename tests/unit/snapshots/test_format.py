@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from contextlib import suppress
@@ -219,6 +220,22 @@ def test_digests(data: bytes) -> None:
         digest.check(memoryview(data + b"!"), value, "x")
     with pytest.raises(SnapshotError, match="not installed"):
         digest.check(memoryview(data), "md5:" + "0" * 32, "x")
+
+
+def test_without_blake3_large_tensors_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(digest._ALGORITHMS, "blake3")
+    for size in (0, 5, 1 << 20, (1 << 20) + 1, (5 << 20) + 77):
+        data = bytes(i % 251 for i in range(1000)) * (size // 1000 + 1)
+        data = data[:size]
+        value = digest.digest(memoryview(data))
+        if size <= 1 << 20:
+            assert value == f"sha256:{hashlib.sha256(data).hexdigest()}"
+        else:
+            leaves = [hashlib.sha256(data[at : at + (1 << 20)]).digest() for at in range(0, size, 1 << 20)]
+            assert value == f"sha256-1m:{hashlib.sha256(b''.join(leaves)).hexdigest()}"
+        digest.check(memoryview(data), value, "x")
+        with pytest.raises(SnapshotError, match="damaged"):
+            digest.check(memoryview(data + b"!"), value, "x")
 
 
 def test_large_digests_agree_with_small_ones() -> None:

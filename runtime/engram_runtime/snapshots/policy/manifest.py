@@ -28,7 +28,7 @@ PURPOSE = "manifest"
 START = "start."
 """Begins the names of state tensors that are exact at the first anchor (user_start) instead of at `forwarded`."""
 _HEX64 = re.compile(r"[0-9a-f]{64}")
-_DIGEST = re.compile(r"(blake3|sha256):[0-9a-f]{64}")
+_DIGEST = re.compile(r"(blake3|sha256|sha256-1m):[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 
 
