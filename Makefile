@@ -69,8 +69,10 @@ openapi: install ## regenerate docs/openapi.json
 bench-provider: install ## what the LiteLLM provider adds to a call
 	$(BIN)/python tests/bench/bench_provider_overhead.py
 
-bench-conversation: install ## 50 turns in three modes, restores per tier; writes docs/savings.md (about 5 minutes)
+bench-conversation: install ## 50 turns in three modes, restores per tier; writes docs/savings.md (about 10 minutes)
 	$(TEST_ENV) $(BIN)/python -m tests.bench.bench_conversation
+	$(TEST_ENV) $(BIN)/python -m tests.bench.bench_conversation --model "$$($(BIN)/python scripts/fetch_smollm2.py)" \
+		--label SmolLM2-135M --turns 12 --words 20 --reply-tokens 16 --window 1280 --tier-turns 4
 
 image: ## TARGET=operator, runtime or runtime-cpu: a container image, by buildah, podman or docker (docs/install.md)
 	scripts/build_image.sh $(TARGET)

@@ -19,7 +19,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,8 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.bench import conversation_report
 from tests.bench.conversation_report import MODES, RESULTS
+from tests.support import radosgw
+from tests.support.bucket_site import Bucket, BucketSite
 from tests.support.counting import Counted
 from tests.support.proofs import FAMILIES, KEY, TIERS, Site, Talk, message, report
 from tests.support.serving import NAME, Running, serving
@@ -145,35 +148,48 @@ def talk(model: Path, mode: str, settings: dict[str, int]) -> list[dict[str, Any
             return [client.turn(number, text(settings["words"], number)) for number in range(1, settings["turns"] + 1)]
 
 
+@contextmanager
+def emptied_to(model: Path, tier: str, config: dict[str, Any]) -> Iterator[Site]:
+    """A site of the tier; "s3": the store is a bucket of a Ceph gateway on loopback, in the memory of this machine."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if tier != "s3":
+            with Site(model, tier, folder, config=config) as site:
+                yield site
+            return
+        with radosgw.running_radosgw() as server:
+            bucket = Bucket(server, server.options(folder / "credentials", server.bucket(), "bench/"))
+            with BucketSite(model, "store", folder, config=config, bucket=bucket) as site:
+                yield site
+
+
 def restores(model: Path, tier: str | None, settings: dict[str, int]) -> list[dict[str, Any]]:
     """A growing history, restored from `tier` at each turn; None: computed again each time."""
     turns, window = settings["tier_turns"], settings["window"]
     length = (window - 64) // turns - settings["reply_tokens"]
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        config = {"max_model_len": window, "kv_cache_tokens": window}
-        with Site(model, tier or "gpu", Path(folder), config=config) as site:
-            conversation = Talk(site)
-            fields = {} if tier is not None else {"restore": False, "save": False}
-            for number in range(1, turns + 1):
-                output = conversation.turn(message(length, number), settings["reply_tokens"], **fields)
-                told, metrics = report(output), output.metrics
-                assert metrics is not None
-                assert metrics.first_token_time is not None
-                if number > 1:
-                    found.append(
-                        {
-                            "prompt_tokens": output.prompt_tokens,
-                            "restored_tokens": told.restored_tokens,
-                            "tier": told.tier,
-                            "bytes": told.bytes,
-                            "restore_ms": round(told.restore_time_ms, 3),
-                            "first_token_ms": round(1e3 * (metrics.first_token_time - metrics.arrival), 3),
-                        }
-                    )
-                if tier is not None:
-                    site.settle(SETTLE_SECONDS)
-                    site.evict()
+    with emptied_to(model, tier or "gpu", {"max_model_len": window, "kv_cache_tokens": window}) as site:
+        conversation = Talk(site)
+        fields = {} if tier is not None else {"restore": False, "save": False}
+        for number in range(1, turns + 1):
+            output = conversation.turn(message(length, number), settings["reply_tokens"], **fields)
+            told, metrics = report(output), output.metrics
+            assert metrics is not None
+            assert metrics.first_token_time is not None
+            if number > 1:
+                found.append(
+                    {
+                        "prompt_tokens": output.prompt_tokens,
+                        "restored_tokens": told.restored_tokens,
+                        "tier": told.tier,
+                        "bytes": told.bytes,
+                        "restore_ms": round(told.restore_time_ms, 3),
+                        "first_token_ms": round(1e3 * (metrics.first_token_time - metrics.arrival), 3),
+                    }
+                )
+            if tier is not None:
+                site.settle(SETTLE_SECONDS)
+                site.evict()
     return found
 
 
@@ -192,16 +208,32 @@ def measure(model: Path, settings: dict[str, int], say: Callable[[str], None]) -
         "modes": {},
         "tiers": {},
     }
+    used, began = processor_seconds(), time.perf_counter()
     for mode in MODES:
         started = time.perf_counter()
         result["modes"][mode] = talk(model, mode, settings)
         say(f"{mode}: {time.perf_counter() - started:.0f} s")
-    for tier in (None, *TIERS):
+    for tier in (None, *TIERS, "s3"):
+        if tier == "s3":
+            result["others"] = round((processor_seconds() - used) / (time.perf_counter() - began), 3)
+            if (reason := radosgw.missing()) is not None:
+                say(f"s3: left out, {reason}")
+                continue
         started = time.perf_counter()
         result["tiers"][tier or "computed"] = found = restores(model, tier, settings)
         median = statistics.median(turn["restore_ms"] for turn in found)
         say(f"{tier}: {time.perf_counter() - started:.0f} s, median {median} ms")
     return result
+
+
+def processor_seconds() -> float:
+    """What everybody else on this machine has used so far: user, nice, system, interrupts, stolen; 0 if not known."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return 0.0
+    user, nice, system, _, _, *interrupts_and_stolen = map(int, path.read_text().split("\n")[0].split()[1:9])
+    mine = os.times()
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
 
 
 def hardware() -> dict[str, Any]:

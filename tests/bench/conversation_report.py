@@ -20,7 +20,13 @@ PRICES_DATE = "2026-11"
 DOLLARS_PER_1000_PUTS_OR_LISTS = 0.005
 DOLLARS_PER_1000_GETS_OR_HEADS = 0.0004
 
-TIER_NAMES = {"gpu": "device cache (tier `gpu`)", "host": "`host`", "disk": "`disk`", "store": "`store`"}
+TIER_NAMES = {
+    "gpu": "device cache (tier `gpu`)",
+    "host": "`host`",
+    "disk": "`disk`",
+    "store": "`store`",
+    "s3": "`store`, a bucket",
+}
 
 TEMPLATE = """\
 # What a conversation costs
@@ -46,19 +52,20 @@ them, ran in the background between turns: the reply, the way the next request w
 
 Per turn, mean. Dollars are the requests at list prices of Amazon S3 Standard, us-east-1, {prices_date}: ${put} per
 1,000 PUTs or LISTs, ${get} per 1,000 GETs or HEADs, without storage and transfer. One replica serves the whole
-conversation, so what it reads is heads and anchors only. The turn with the most KiB merges the history's pieces into
-one, once they are more than 32; the turn with the most PUTs is a hybrid's first, which also keeps the state before the
-user's message.
+conversation, so what it reads is heads, anchors and the manifest that a request names. The turn with the most KiB
+merges the history's pieces into one, once they are more than 32. No turn makes more than five PUTs: keys and values,
+the snapshot, two anchors, the head.
 
 {store}
 
 ## Restoring, per tier
 
 Before each turn everything above the tier is emptied (`disk` and `store`: a new engine over the folder, both on the
-local file system). All figures are of the last, longest turn, except the median over all turns. Restore time runs until
-the tokens are usable; `gpu` shares blocks, moves nothing and is not timed by itself. First token is from the request's
-arrival and includes computing the new message. Counts are exact; times were taken beside other work on the machine, and
-a single one may be several times too long.
+local file system; a bucket: a new engine, and a Ceph gateway on the same machine that keeps its objects in memory). All
+figures are of the last, longest turn, except the median over all turns. Restore time runs until the tokens are usable;
+`gpu` shares blocks, moves nothing and is not timed by itself. First token is from the request's arrival and includes
+computing the new message. Counts are exact; times are single runs, and how much of the machine others used meanwhile is
+said below.
 
 {tiers}
 
@@ -174,10 +181,11 @@ def _tier_rows(label: str, entry: Mapping[str, Any]) -> list[list[str]]:
 def _where(label: str, entry: Mapping[str, Any]) -> str:
     machine, made, settings = entry["hardware"], entry["versions"], entry["settings"]
     return (
-        f"- {label} ({entry['architecture']}): {entry['date']}, {machine['cpu']}, {machine['cores']} cores shared with"
-        f" other work, threads: {machine['threads']}, {machine['memory_gib']} GiB; Python {made['python']},"
-        f" torch {made['torch']}, transformers {made['transformers']}; {settings['turns']} turns of"
-        f" {settings['words']} words and {settings['reply_tokens']} reply tokens, window {_n(settings['window'])}."
+        f"- {label} ({entry['architecture']}): {entry['date']}, {machine['cpu']}, {machine['cores']} cores, of"
+        f" which others used {entry['others']:.2f}, threads: {machine['threads']}, {machine['memory_gib']} GiB;"
+        f" Python {made['python']}, torch {made['torch']}, transformers {made['transformers']};"
+        f" {settings['turns']} turns of {settings['words']} words and {settings['reply_tokens']} reply tokens,"
+        f" window {_n(settings['window'])}."
     )
 
 

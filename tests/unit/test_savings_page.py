@@ -27,9 +27,9 @@ def test_the_results_are_of_a_dense_and_a_hybrid_model(result):
     for label in ("tiny dense", "tiny hybrid"):
         entry = result[label]
         assert {mode: len(turns) for mode, turns in entry["modes"].items()} == dict.fromkeys(MODES, 50)
-        assert set(entry["tiers"]) == {"computed", "gpu", "host", "disk", "store"}
+        assert set(entry["tiers"]) == {"computed", "gpu", "host", "disk", "store", "s3"}
         for tier, turns in entry["tiers"].items():
-            assert {turn["tier"] for turn in turns} == {None if tier == "computed" else tier}
+            assert {turn["tier"] for turn in turns} == {{"computed": None, "s3": "store"}.get(tier, tier)}
 
 
 def test_the_server_counts_what_the_model_computed(result):
@@ -38,6 +38,11 @@ def test_the_server_counts_what_the_model_computed(result):
     broken["tiny dense"]["modes"]["auto"][2]["counted_tokens"] += 1
     assert len(report.disagreements(broken)) == 1
     assert report.disagreements(broken)[0] in report.render(broken)
+
+
+def test_no_turn_makes_more_than_five_puts(result):
+    for entry in result.values():
+        assert max(turn["puts"] for turns in entry["modes"].values() for turn in turns) <= 5
 
 
 def test_dollars_of_requests():
