@@ -27,6 +27,14 @@ class FileSystem:
         """Bytes written, possibly fewer than given."""
         return os.write(descriptor, data)
 
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Bytes written at `offset`, possibly fewer than given."""
+        return os.pwritev(descriptor, [data], offset)
+
+    def resize(self, descriptor: int, size: int) -> None:
+        """Make the file `size` bytes long, so that its parts may be written in any order."""
+        os.ftruncate(descriptor, size)
+
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
@@ -54,6 +62,10 @@ class FileSystem:
 
     def open(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def open_direct(self, path: Path, mode: int) -> int:
+        """Open past the page cache; mode is O_RDONLY or O_WRONLY. Changes nothing by itself."""
+        return os.open(path, mode | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         """Bytes read, possibly fewer than the buffer holds; 0 at the end."""
