@@ -21,7 +21,7 @@ from engram_operator.kube.transport import ApiTransport
 
 PREFIX = "engram.dev/"
 POLL_S = 1.0
-TRIES = 10  # of one object that others change at the same time
+TRIES = 10  # while others change objects at the same time
 
 
 class StillRunning(Exception):
@@ -47,13 +47,27 @@ async def uninstall(kube: Kube, release: Release) -> int:
     freed = 0
     for kind in (MODELS, SNAPSHOTS):
         for namespace in release.watch_namespaces or (None,):
-            try:
-                found = await kube.list(kind, namespace)
-            except NotFound:  # no such definition (any more): nothing is there that could wait
-                continue
-            for obj in found:
-                freed += await _free(kube, kind, obj, release.log)
+            freed += await _free_all(kube, kind, namespace, release.log)
     return freed
+
+
+async def _free_all(kube: Kube, kind: Kind, namespace: str | None, log: Callable[[str], None]) -> int:
+    """Listed again as long as others change objects meanwhile. Conflict when that does not end."""
+    freed = 0
+    for _ in range(TRIES):
+        try:
+            found = await kube.list(kind, namespace)
+        except NotFound:  # no such definition (any more): nothing is there that could wait
+            return freed
+        refused: list[str] = []
+        for obj in found:
+            try:
+                freed += await _free(kube, kind, obj, log)
+            except Conflict:
+                refused.append(f"{obj['metadata']['namespace']}/{obj['metadata']['name']}")
+        if not refused:
+            return freed
+    raise Conflict(409, "Conflict", f"{kind.kind} {', '.join(refused)}: changes all the time")
 
 
 async def _stop(kube: Kube, release: Release) -> None:
@@ -75,29 +89,19 @@ async def _free(kube: Kube, kind: Kind, obj: Object, log: Callable[[str], None])
     """1 when the object had a finalizer of ours, 0 otherwise; those of others stay."""
     metadata = obj["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
-    for _ in range(TRIES):
-        finalizers = obj["metadata"].get("finalizers") or []
-        others = [entry for entry in finalizers if not entry.startswith(PREFIX)]
-        if others == finalizers:
-            return 0
-        version = obj["metadata"]["resourceVersion"]
-        try:
-            await kube.merge_patch(
-                kind, name, namespace, {"metadata": {"finalizers": others, "resourceVersion": version}}
-            )
-        except NotFound:
-            return 0
-        except Conflict:
-            again = await kube.get(kind, name, namespace)
-            if again is None:
-                return 0
-            obj = again
-            continue
-        deleting = kind is SNAPSHOTS and "deletionTimestamp" in metadata
-        where = (obj.get("status") or {}).get("uri") or "its bytes"
-        log(f"{kind.kind} {namespace}/{name}: freed" + (f"; not deleted from the store: {where}" if deleting else ""))
-        return 1
-    raise Conflict(409, "Conflict", f"{kind.kind} {namespace}/{name} changes all the time")
+    finalizers = metadata.get("finalizers") or []
+    others = [entry for entry in finalizers if not entry.startswith(PREFIX)]
+    if others == finalizers:
+        return 0
+    patch = {"metadata": {"finalizers": others, "resourceVersion": metadata["resourceVersion"]}}
+    try:
+        await kube.merge_patch(kind, name, namespace, patch)
+    except NotFound:
+        return 0
+    deleting = kind is SNAPSHOTS and "deletionTimestamp" in metadata
+    where = (obj.get("status") or {}).get("uri") or "its bytes"
+    log(f"{kind.kind} {namespace}/{name}: freed" + (f"; not deleted from the store: {where}" if deleting else ""))
+    return 1
 
 
 async def _run(release: Release) -> int:
