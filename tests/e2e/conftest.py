@@ -79,18 +79,33 @@ class ObjectStore:
 
 TIMINGS: pytest.StashKey[dict[str, float]] = pytest.StashKey()
 RECORDED: pytest.StashKey[list[Path]] = pytest.StashKey()
+RUNNING: pytest.StashKey[Cluster] = pytest.StashKey()
 TEST_SECONDS = 900  # the first test of a run also waits for the cluster
+# The order of a run: a namespace is set up that is left alone while the calm tests run; what breaks nodes, restarts the
+# API server or takes the operator away comes after; the audit log of all that is read at the end.
+STAGES = ("settle", "calm", "rest", "disruptive", "chart", "audit")
+FAULTS = "under_fault"  # that folder's tests are disruptive
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIMINGS] = {}
     config.stash[RECORDED] = []
+    config.addinivalue_line("markers", f"stage(name): when in a run an end-to-end test comes: {', '.join(STAGES)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+    ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    for item in ours:
+        if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+    others = [item for item in items if not item.path.is_relative_to(Path(__file__).parent)]
+    items[:] = others + sorted(ours, key=_stage)
+
+
+def _stage(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("stage")
+    name = marker.args[0] if marker else "disruptive" if FAULTS in item.path.parts else "calm"
+    return STAGES.index(name)
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +134,7 @@ def cluster(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Cl
     if (reason := packages.missing() or radosgw.missing()) is not None:
         _missing(reason)
     cluster = Cluster()
+    request.config.stash[RUNNING] = cluster
     if cluster.acquire_kept():
         made = prepare.prepare()
         prepare.load(cluster, made)
@@ -193,21 +209,23 @@ def operator(kube: Client, images: Images) -> Iterator[str]:
 
 def install_operator(kube: Client, images: Images, *settings: str) -> None:
     """Or upgrades it; `settings` are more NAME=VALUE. It restarts only when its image or a value is another."""
-    repository, _, tag = images.operator.rpartition(":")
-    engine_repository, _, engine_tag = images.engine.rpartition(":")
-    values = [
-        *(f"image.repository={repository}", f"image.tag={tag}"),
-        *(f"engine.image.repository={engine_repository}", f"engine.image.tag={engine_tag}"),
-        *settings,
-    ]
-    if isinstance(kube, Cluster):  # one tag for all builds: the digest is what tells them apart
-        values.append(f"podAnnotations.image={kube.loaded()[images.operator]}")
     with kube.alone() if isinstance(kube, Cluster) else nullcontext():
         kube.helm(
             *("upgrade", "--install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
-            *(word for value in values for word in ("--set", value)),
+            *(word for value in (*operator_values(kube, images), *settings) for word in ("--set", value)),
             *("--wait", "--timeout", "120s"),
         )
+
+
+def operator_values(kube: Client, images: Images) -> list[str]:
+    """NAME=VALUE of the chart: the images of this run."""
+    repository, _, tag = images.operator.rpartition(":")
+    engine_repository, _, engine_tag = images.engine.rpartition(":")
+    values = [f"image.repository={repository}", f"image.tag={tag}"]
+    values += [f"engine.image.repository={engine_repository}", f"engine.image.tag={engine_tag}"]
+    if isinstance(kube, Cluster):  # one tag for all builds: the digest is what tells them apart
+        values.append(f"podAnnotations.image={kube.loaded()[images.operator]}")
+    return values
 
 
 def uninstall_operator(kube: Client) -> None:
@@ -220,7 +238,7 @@ def new_namespace(kube: Client, stem: str) -> Iterator[str]:
     name = f"{stem}-{secrets.token_hex(2)}"
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
     yield name
-    kube.kubectl("delete", "namespace", name, "--wait=false")
+    kube.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture
@@ -237,8 +255,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.CallI
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     kept = item.config.stash[RECORDED]
-    cluster = item.funcargs.get("cluster") if hasattr(item, "funcargs") else None
-    if report.failed and isinstance(cluster, Cluster) and len(kept) < MOST_RECORDS:
+    cluster = item.config.stash.get(RUNNING, None)
+    if report.failed and cluster is not None and len(kept) < MOST_RECORDS:
         target = RECORDS / re.sub(r"[^\w.-]+", "_", item.name)
         try:
             cluster.collect(target)

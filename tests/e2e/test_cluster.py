@@ -14,6 +14,7 @@ from tests.e2e.cluster.client import Client, CommandError, condition, names
 from tests.e2e.cluster.cluster import Busy, Cluster
 from tests.e2e.conftest import CREDENTIALS, Images, ObjectStore
 
+pytestmark = pytest.mark.stage("disruptive")
 ECHO = "echo"
 REPLICAS = 2
 CALL = """
