@@ -37,6 +37,7 @@ class EngineConfig:
     turn_end_grace_seconds: float = 0.3
     """How long a durable save of turn_end waits for a next_history of the same turn to replace it."""
     restore_timeout_seconds: float = 10.0
+    """The least that a restore gets, however little it saves; a long prefix gets as long as prefilling it takes."""
     refuse_slow_restores: bool = False
     """Prefill instead where the measured rates say that a restore would take longer."""
     progress: bool = True

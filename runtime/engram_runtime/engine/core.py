@@ -122,7 +122,9 @@ class LLMEngine:
         self._register(request)
         if turn is not None and turn.conversation_id is not None:
             self._cancel_warm(turn.tenant, turn.conversation_id)
-        if self._restorer is not None and self._restorer.begin(request, self._meter.prefill_rate(self.config)):
+        if self._restorer is not None and self._restorer.begin(
+            request, self._meter.prefill_rate, refuse_slow=self.config.refuse_slow_restores
+        ):
             request.first.status = Status.RESTORING
         else:
             self._scheduler.add(request.first)

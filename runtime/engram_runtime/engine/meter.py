@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 
-from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.request import Request, RestoreOutcome
 from engram_runtime.engine.stats import EngineStats
 from engram_runtime.engine.step import ScheduledStep
@@ -37,9 +36,10 @@ class Meter:
             rate = prefill / seconds
             self._rate = rate if self._rate is None else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate
 
-    def prefill_rate(self, config: EngineConfig) -> float | None:
-        """Tokens per second, once measured and if restores are to be compared with it."""
-        return self._rate if config.refuse_slow_restores else None
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens per second, once measured."""
+        return self._rate
 
     def queued(self, seconds: float) -> None:
         with self._lock:

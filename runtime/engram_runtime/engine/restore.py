@@ -31,12 +31,17 @@ class _Job:
     """What the GPU tier had when the job began."""
     match: Match
     started: float
-    deadline: float
+    seconds: float
+    """How long it may take."""
     fetched: Fetched | None = None
     taken: Lease | None = None
     """Blocks and slot that receive the snapshot."""
     block_ids: tuple[int, ...] = ()
     abandoned: bool = False
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.seconds
 
 
 class Restorer:
@@ -75,8 +80,12 @@ class Restorer:
     def __len__(self) -> int:
         return sum(not job.abandoned for job in self._jobs)
 
-    def begin(self, request: Request, prefill_rate: float | None) -> bool:
-        """Start looking for a longer prefix; False when there can be none, and the request is to be queued at once."""
+    def begin(self, request: Request, rate: float | None, *, refuse_slow: bool) -> bool:
+        """Start looking for a longer prefix; False when there can be none, and the request is to be queued at once.
+
+        rate: measured prefill tokens per second; None before anything was. refuse_slow: rather prefill than restore
+        for longer than that takes.
+        """
         turn = request.turn
         if turn is None or not turn.restore or not request.first.use_prefix:
             return False
@@ -85,8 +94,8 @@ class Restorer:
         nothing_longer = bool(turn.candidates) and max(turn.candidates) <= match.position
         if match.position >= limit or (turn.restore_from is None and nothing_longer):
             return False
-        now = self._clock()
-        job = _Job(request, self._cache.lease(match.whole), match, now, now + self._timeout)
+        seconds = self._patience(limit - match.position, rate)
+        job = _Job(request, self._cache.lease(match.whole), match, self._clock(), seconds)
         query = RestoreQuery(
             tenant=turn.tenant,
             token_ids=request.prompt_ids,
@@ -98,12 +107,17 @@ class Restorer:
             conversation_id=turn.conversation_id,
             branch_name=turn.branch_name,
             needs_state=self._cache.has_state,
-            prefill_tokens_per_second=prefill_rate,
-            deadline_seconds=self._timeout,
+            prefill_tokens_per_second=rate if refuse_slow else None,
+            deadline_seconds=seconds,
         )
         self._jobs.append(job)
         self._tasks.put(partial(self._find, job, query))
         return True
+
+    def _patience(self, tokens: int, rate: float | None) -> float:
+        """Seconds that a restore of at most `tokens` may take: giving up on it earlier than prefilling them would end
+        makes the request slower, and a flat limit would cut off the longest prefixes, which save most."""
+        return self._timeout if rate is None else max(self._timeout, tokens / rate)
 
     def _find(self, job: _Job, query: RestoreQuery) -> None:
         try:
@@ -156,7 +170,7 @@ class Restorer:
                 job.request.restore = RestoreOutcome(
                     gpu_position=job.match.position,
                     milliseconds=(now - job.started) * 1e3,
-                    error=f"restore took longer than {self._timeout:g} s",
+                    error=f"restore took longer than {job.seconds:g} s",
                 )
                 ready.append(job.request)
         return ready

@@ -285,6 +285,58 @@ def test_a_restore_that_hangs_is_given_up(bench: Make) -> None:
     gate.set()
 
 
+def test_a_restore_gets_as_long_as_the_prefill_that_it_saves(bench: Make) -> None:
+    """Prefill was seen to run at four tokens a second: 80 tokens are worth 20 s, and 12 no more than the least."""
+    one = bench(snapshots=True, restore_timeout_seconds=2.0)
+    assert one.snapshots is not None
+    asked: list[float | None] = []
+    answer = one.snapshots.answer
+
+    def look(query: RestoreQuery) -> Fetched | Miss:
+        asked.append(query.deadline_seconds)
+        assert query.prefill_tokens_per_second is None, "nobody asked for slow restores to be refused"
+        return Miss("nothing there") if answer is None else answer(query)
+
+    one.snapshots.answer = look
+    ask(one, [7] * 81)  # nothing was measured: the least
+
+    def slowly() -> None:
+        one.clock.now += 8.0
+
+    one.executor.tick = slowly
+    ask(one, [8] * 32, restore=False, save=False)  # one step of the whole budget, 32 tokens
+    one.executor.tick = None
+    ask(one, [9] * 81)
+    ask(one, [10] * 6)
+    assert asked == [2.0, 20.0, 2.0]
+
+
+def test_a_long_restore_is_given_up_when_its_own_time_is_over(bench: Make) -> None:
+    one = bench(snapshots=True, restore_timeout_seconds=2.0)
+    gate = threading.Event()
+
+    def hang(query: RestoreQuery) -> Fetched | Miss:
+        gate.wait(10)
+        return Miss("far too late")
+
+    assert one.snapshots is not None
+    one.snapshots.answer = hang
+
+    def slowly() -> None:
+        one.clock.now += 8.0
+
+    one.executor.tick = slowly
+    ask(one, [8] * 32, restore=False, save=False)
+    one.executor.tick = None
+    one.engine.add_request("r", [9] * 81, SamplingParams(max_tokens=NEW), turn=TurnSpec())
+    one.after(19.0)
+    assert one.engine.stats().restoring == 1
+    one.after(1.5)
+    output = one.run()["r", 0]
+    assert "longer than 20 s" in (report_of(output).restore_error or "")
+    gate.set()
+
+
 def test_an_abort_during_a_restore_gives_everything_back(bench: Make, states: int, stored: FakeSnapshots) -> None:
     one = bench(states=states, store=stored)
     ask(one, FIRST[:8], restore=False, save=False)
