@@ -10,6 +10,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
+from engram_runtime.snapshots.clock import Clock
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.io.s3.store import S3Store
 from engram_runtime.snapshots.policy.keys import is_ref
@@ -73,5 +74,5 @@ class S3Server:
         return replace(base, **changes)
 
 
-def open_store(options: S3Options) -> S3Store:
-    return S3Store(options, is_ref)
+def open_store(options: S3Options, clock: Clock | None = None) -> S3Store:
+    return S3Store(options, is_ref, clock)

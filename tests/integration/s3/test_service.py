@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from engram_runtime.snapshots.clock import Clock, SystemClock
 from engram_runtime.snapshots.io.s3 import store as s3_store
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.types import Miss
 from tests.support.s3_faults import FaultProxy, faulty
 from tests.support.s3_process import S3Server, open_store
 from tests.support.snapshots import HYBRID, World, tokens
+from tests.support.virtual_clock import VirtualClock
 
 
 @pytest.fixture(params=["moto", "radosgw"])
@@ -29,10 +31,11 @@ def proxy(moto: S3Server) -> Iterator[FaultProxy]:
         yield running
 
 
-def world(root: Path, options: S3Options, **more: object) -> World:
+def world(root: Path, options: S3Options, clock: Clock | None = None, **more: object) -> World:
     """A replica: its own memory and disk; only the bucket is shared."""
     root.mkdir(parents=True, exist_ok=True)
-    return World(root, layout=HYBRID, disk=False, shared_store=open_store(options), **more)  # type: ignore[arg-type]
+    store = open_store(options, clock)
+    return World(root, layout=HYBRID, disk=False, shared_store=store, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("append_only", [False, True])
@@ -114,7 +117,8 @@ def test_a_store_that_is_away_costs_durability_only(
         deadline_seconds=0.5,
         read_timeout_seconds=0.5 if action == "silence" else 5.0,
     )
-    replica = world(tmp_path / "a", options)
+    # Silence ends with a socket's own time limit; what is answered is only tried again, and nobody waits for that.
+    replica = world(tmp_path / "a", options, SystemClock() if action == "silence" else VirtualClock())
     kept_tokens = tokens(300)
     kept = replica.save(kept_tokens)
     proxy.inject(action, **settings)  # type: ignore[arg-type]

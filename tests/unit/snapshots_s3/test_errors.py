@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from urllib3 import exceptions as http
 
 from engram_runtime.errors import Conflict, NotFound
+from engram_runtime.snapshots.clock import SystemClock
 from engram_runtime.snapshots.io.s3.bodies import Upload, receive
 from engram_runtime.snapshots.io.s3.errors import Interrupted, Kind, classify
 from engram_runtime.snapshots.io.store import StoreUnavailable
@@ -128,7 +129,7 @@ def test_an_upload_reads_like_its_parts_joined(
     whole = b"".join(parts)
     start, length = min(window[0], len(whole)), window[1]
     length = min(length, len(whole) - start)
-    upload = Upload([memoryview(part) for part in parts], start, length, time.monotonic() + 60)
+    upload = Upload([memoryview(part) for part in parts], start, length, time.monotonic() + 60, SystemClock())
     assert len(upload) == length
     expected = whole[start : start + length]
     assert b"".join(upload.read(step) for step in steps) == expected[: sum(steps)]
@@ -139,7 +140,7 @@ def test_an_upload_reads_like_its_parts_joined(
 
 def test_bodies_end_with_their_deadline() -> None:
     with pytest.raises(Interrupted, match="deadline"):
-        Upload([b"x"], 0, 1, time.monotonic() - 1).read(1)
+        Upload([b"x"], 0, 1, time.monotonic() - 1, SystemClock()).read(1)
 
     class Body:
         closed = False
@@ -150,5 +151,5 @@ def test_bodies_end_with_their_deadline() -> None:
 
     body = Body()
     with pytest.raises(Interrupted, match="deadline"):
-        receive(body, memoryview(bytearray(1)), time.monotonic() - 1)
+        receive(body, memoryview(bytearray(1)), time.monotonic() - 1, SystemClock())
     assert body.closed

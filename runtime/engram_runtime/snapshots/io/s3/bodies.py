@@ -7,12 +7,12 @@ hold a thread for hours. So both directions move in blocks, and the clock is loo
 from __future__ import annotations
 
 import io
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from engram_runtime.snapshots.clock import Clock
 from engram_runtime.snapshots.io.s3.errors import Interrupted
 
 READ_BLOCK = 1 << 20
@@ -21,13 +21,16 @@ READ_BLOCK = 1 << 20
 class Upload(io.RawIOBase):
     """A seekable file over memory that is not copied together first: bytes [start, start + length) of `parts`."""
 
-    def __init__(self, parts: Sequence[memoryview | bytes], start: int, length: int, deadline: float) -> None:
+    def __init__(
+        self, parts: Sequence[memoryview | bytes], start: int, length: int, deadline: float, clock: Clock
+    ) -> None:
         super().__init__()
         self._parts = [memoryview(part).cast("B") for part in parts]
         self._ends = list(accumulate(len(part) for part in self._parts))
         self._start = start
         self._length = length
         self._deadline = deadline
+        self._clock = clock
         self._at = 0
 
     def __len__(self) -> int:
@@ -48,7 +51,7 @@ class Upload(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        if time.monotonic() > self._deadline:
+        if self._clock.monotonic() > self._deadline:
             raise Interrupted("Timeout", "sending took longer than the deadline")
         left = max(0, self._length - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
@@ -67,7 +70,7 @@ class Upload(io.RawIOBase):
         return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
 
 
-def receive(body: Any, view: memoryview, deadline: float) -> None:
+def receive(body: Any, view: memoryview, deadline: float, clock: Clock) -> None:
     """Fill `view` from a botocore StreamingBody; Interrupted when the body ends before, or time does.
 
     A body that is longer is left, and its connection with it.
@@ -77,7 +80,7 @@ def receive(body: Any, view: memoryview, deadline: float) -> None:
     done = 0
     try:
         while done < len(view):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Interrupted("Timeout", f"{done} of {len(view)} bytes within the deadline")
             block = stream.read1(min(len(view) - done, READ_BLOCK))
             if not block:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from botocore.exceptions import NoCredentialsError
 from botocore.handlers import add_expect_header
 
 from engram_runtime.errors import SnapshotError
+from engram_runtime.snapshots.clock import Clock, SystemClock
 from engram_runtime.snapshots.io.s3.errors import Failure, Kind, classify
 from engram_runtime.snapshots.io.s3.options import S3Options
 
@@ -51,7 +51,7 @@ class Credentials:
 
 
 class Attempt:
-    """One try of one request: the client to use, and until when it may last (seconds of the monotonic clock)."""
+    """One try of one request: the client to use, and until when it may last (seconds of the connection's clock)."""
 
     __slots__ = ("client", "deadline", "maybe_done", "number")
 
@@ -65,8 +65,9 @@ class Attempt:
 class Connection:
     """Makes requests. Thread-safe."""
 
-    def __init__(self, options: S3Options) -> None:
+    def __init__(self, options: S3Options, clock: Clock | None = None) -> None:
         self.options = options
+        self.clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._generation = 0
         self._client: Any = None
@@ -74,9 +75,9 @@ class Connection:
     def call(self, action: str, key: str, request: Callable[[Attempt], T], *, deadline: float | None = None) -> T:
         """`request` until it works, within the deadline: retried with jitter where that may help.
 
-        Raises the protocol's errors; RangeMissing where nothing lies in an asked range.
+        `deadline`: of `clock`. Raises the protocol's errors; RangeMissing where nothing lies in an asked range.
         """
-        until = time.monotonic() + self.options.deadline_seconds if deadline is None else deadline
+        until = self.clock.monotonic() + self.options.deadline_seconds if deadline is None else deadline
         number, rebuilds, contentions, maybe_done = 0, 0, 0, False
         while True:
             client, generation = None, 0
@@ -113,10 +114,10 @@ class Connection:
         """Full jitter, so that replicas that failed together do not come back together."""
         ceiling = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(number, 16))
         pause = max(failure.retry_after, random.uniform(FIRST_PAUSE / 2, ceiling))
-        if time.monotonic() + pause >= until:
+        if self.clock.monotonic() + pause >= until:
             raise failure.error(action, key) from cause
         log.debug("%s %s: %s, attempt %d in %.1f s", action, key, failure.message, number + 1, pause)
-        time.sleep(pause)
+        self.clock.sleep(pause)
 
     def _current(self) -> tuple[Any, int]:
         with self._lock:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import random
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from engram_runtime.errors import Conflict, NotFound
+from engram_runtime.snapshots.clock import Clock, SystemClock
 from engram_runtime.snapshots.io.store import ObjectInfo, StoreUnavailable
 
 _ENTRY = re.compile(r"(?P<key>.+)/(?P<name>(?:claim|[0-9a-f]{16})[0-9a-f]{32})")
@@ -65,8 +65,9 @@ class _Entry:
 class AppendOnlyHeads:
     """The register operations of ObjectStore for keys of which `is_register` is true. Thread-safe: no state."""
 
-    def __init__(self, plain: Plain, is_register: Callable[[str], bool]) -> None:
+    def __init__(self, plain: Plain, is_register: Callable[[str], bool], clock: Clock | None = None) -> None:
         self._plain = plain
+        self._clock: Clock = clock or SystemClock()
         self._is_register = is_register
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
@@ -140,12 +141,12 @@ class AppendOnlyHeads:
     @contextmanager
     def _claimed(self, key: str) -> Iterator[list[_Entry]]:
         """Nobody else writes this register meanwhile; yields its log. StoreUnavailable when it stays contended."""
-        until = time.monotonic() + ACQUIRE_SECONDS
+        until = self._clock.monotonic() + ACQUIRE_SECONDS
         while True:
             name = f"{CLAIM}{secrets.token_hex(16)}"
             claim = f"{key}/{name}"
             try:
-                give_up = time.monotonic() + HOLD_SECONDS
+                give_up = self._clock.monotonic() + HOLD_SECONDS
                 self._plain.plain_put(claim, b"", HOLD_SECONDS)
                 log = self._settled(key, name, give_up)
                 if log is not None:
@@ -154,16 +155,16 @@ class AppendOnlyHeads:
             finally:
                 with suppress(StoreUnavailable):  # it expires
                     self._plain.remove_all([claim])
-            if time.monotonic() > until:
+            if self._clock.monotonic() > until:
                 raise StoreUnavailable("Contended", f"cannot write {key}: others do so all the time")
-            time.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS * 4))
+            self._clock.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS * 4))
 
     def _settled(self, key: str, name: str, give_up: float) -> list[_Entry] | None:
         """The log as soon as my claim is the only living one; None when I have to give way, or time is up."""
-        stored = time.monotonic()
+        stored = self._clock.monotonic()
         while True:
             entries = self._entries(key)
-            now = time.monotonic()
+            now = self._clock.monotonic()
             mine = next((entry for entry in entries if entry.name == name), None)
             if mine is None or now > give_up:
                 return None  # it may be taken for dead: claim anew
@@ -175,7 +176,7 @@ class AppendOnlyHeads:
                 return [entry for entry in entries if not entry.is_claim]
             if min(entry.name for entry in rivals if entry not in dead) < name:
                 return None
-            time.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS))
+            self._clock.sleep(random.uniform(PAUSE_SECONDS / 2, PAUSE_SECONDS))
 
     def _log(self, key: str) -> list[_Entry]:
         return [entry for entry in self._entries(key) if not entry.is_claim]

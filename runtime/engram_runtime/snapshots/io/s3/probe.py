@@ -8,7 +8,6 @@ refused, and the object is read afterwards. What is missing but replaceable is n
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class Prober:
             version_delete = versioned and self._delete_version(key, answer["VersionId"])
             bulk_delete = self._bulk_delete([key, other, raced])
         finally:
-            deadline = time.monotonic() + CLEAN_SECONDS  # of all: where writing failed, deleting will
+            deadline = self._connection.clock.monotonic() + CLEAN_SECONDS  # of all: where writing failed, deleting will
             with suppress(SnapshotError):
                 for name in (key, other, raced):
                     self._delete(name, deadline)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from engram_runtime.errors import Conflict, NotFound
+from engram_runtime.snapshots.clock import Clock, SystemClock
 from engram_runtime.snapshots.io.s3.client import Attempt, Connection, RangeMissing
 from engram_runtime.snapshots.io.s3.heads import AppendOnlyHeads
 from engram_runtime.snapshots.io.s3.options import S3Options
@@ -46,13 +46,14 @@ class S3Store:
     """Implements io.store.ObjectStore. `is_register(key)` says which keys compare_and_swap is used for.
 
     Nothing is asked of the server before the first call. The probe runs by itself before the first write if nobody ran
-    it; `report` says what it found.
+    it; `report` says what it found. `clock`: of deadlines and of pauses between tries.
     """
 
-    def __init__(self, options: S3Options, is_register: Callable[[str], bool]) -> None:
+    def __init__(self, options: S3Options, is_register: Callable[[str], bool], clock: Clock | None = None) -> None:
         self.options = options
+        self._clock: Clock = clock or SystemClock()
         self._is_register = is_register
-        self._connection = Connection(options)
+        self._connection = Connection(options, self._clock)
         self._transfer = Transfer(self._connection)
         self._lock = threading.Lock()
         self._known: _Known | None = None
@@ -236,7 +237,7 @@ class S3Store:
     # Unconditional requests, for heads that are logs
 
     def plain_put(self, key: str, data: bytes, within_seconds: float | None = None) -> None:
-        deadline = None if within_seconds is None else time.monotonic() + within_seconds
+        deadline = None if within_seconds is None else self._clock.monotonic() + within_seconds
         self._transfer.put(self._full(key), [data], {}, deadline)
 
     def plain_get(self, key: str) -> bytes:
@@ -328,7 +329,7 @@ class S3Store:
         return written == APPEND_ONLY
 
     def _log_of_heads(self) -> AppendOnlyHeads:
-        return AppendOnlyHeads(self, self._is_register)
+        return AppendOnlyHeads(self, self._is_register, self._clock)
 
     def _require_absent(self, key: str) -> None:
         try:

@@ -47,6 +47,7 @@ class Transfer:
         options = connection.options
         self._connection = connection
         self._options = options
+        self._clock = connection.clock
         self._readers = ThreadPoolExecutor(options.read_parallel, "s3-read")
         self._writers = ThreadPoolExecutor(options.write_parallel, "s3-write")
 
@@ -126,7 +127,7 @@ class Transfer:
         except BaseException:
             body.close()
             raise
-        receive(body, view, attempt.deadline)
+        receive(body, view, attempt.deadline, self._clock)
         if len(view) < response["ContentLength"]:
             body.close()  # the range was ignored: the rest is on its way
         return Piece(size, response["ETag"])
@@ -160,7 +161,9 @@ class Transfer:
         length = sum(memoryview(part).nbytes for part in parts)
 
         def request(attempt: Attempt) -> Any:
-            body: Any = Upload(parts, 0, length, attempt.deadline) if length >= STREAM_FROM else b"".join(parts)
+            body: Any = (
+                Upload(parts, 0, length, attempt.deadline, self._clock) if length >= STREAM_FROM else b"".join(parts)
+            )
             return attempt.client.put_object(
                 Bucket=self._options.bucket, Key=key, Body=body, **self._options.encryption, **conditions
             )
@@ -176,7 +179,7 @@ class Transfer:
             start = (number - 1) * step
 
             def request(attempt: Attempt) -> dict[str, Any]:
-                body = Upload(parts, start, min(step, length - start), attempt.deadline)
+                body = Upload(parts, start, min(step, length - start), attempt.deadline, self._clock)
                 answer = attempt.client.upload_part(
                     Bucket=self._options.bucket, Key=key, UploadId=upload, PartNumber=number, Body=body
                 )
