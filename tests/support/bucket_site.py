@@ -21,6 +21,38 @@ class Bucket:
         """Of SnapshotConfig."""
         return {"store_uri": self.options.uri, "s3": self.options}
 
+    def flags(self, store: str) -> list[str]:
+        """Of `engram serve` or `engram snapshots`; `store`: what the command calls the URI."""
+        options = self.options
+        assert options.endpoint_url is not None
+        assert options.credentials_dir is not None
+        reach = ["--s3-endpoint-url", options.endpoint_url, "--s3-credentials-dir", str(options.credentials_dir)]
+        return [store, options.uri, *reach, "--s3-path-style", "--s3-region", "us-east-1"]
+
+    def keys(self) -> list[str]:
+        pages = self.server.client().get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=self.options.bucket, Prefix=f"{self.options.prefix}v1/")
+        return [item["Key"] for page in found for item in page.get("Contents", [])]
+
+    def fetch(self, folder: Path) -> dict[Path, bytes]:
+        """All objects as files below the folder, named as they are below the prefix."""
+        copies = {}
+        for key in self.keys():
+            path = folder / key.removeprefix(self.options.prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            copies[path] = self.server.client().get_object(Bucket=self.options.bucket, Key=key)["Body"].read()
+            path.write_bytes(copies[path])
+        return copies
+
+    def put_back(self, folder: Path, copies: dict[Path, bytes]) -> None:
+        """Whatever of `copies` has changed in the folder since."""
+        for path, before in copies.items():
+            after = path.read_bytes()
+            if after != before:
+                key = f"{self.options.prefix}{path.relative_to(folder)}"
+                self.server.client().put_object(Bucket=self.options.bucket, Key=key, Body=after)
+                copies[path] = after
+
 
 @dataclass
 class BucketSite(Site):
@@ -29,7 +61,6 @@ class BucketSite(Site):
     bucket: Bucket = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self._client = self.bucket.server.client()
         self._copies: dict[Path, bytes] = {}
         super().__post_init__()
 
@@ -46,24 +77,8 @@ class BucketSite(Site):
 
     def stored_files(self) -> list[Path]:
         self._put_back()
-        options = self.bucket.options
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=options.bucket, Prefix=f"{options.prefix}v1/"
-        )
-        for page in pages:
-            for item in page.get("Contents", []):
-                path = self.folder / self.tier / item["Key"].removeprefix(options.prefix)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                found = self._client.get_object(Bucket=options.bucket, Key=item["Key"])["Body"].read()
-                path.write_bytes(found)
-                self._copies[path] = found
+        self._copies.update(self.bucket.fetch(self.folder / self.tier))
         return super().stored_files()
 
     def _put_back(self) -> None:
-        options = self.bucket.options
-        for path, before in list(self._copies.items()):
-            after = path.read_bytes()
-            if after != before:
-                key = f"{options.prefix}{path.relative_to(self.folder / self.tier)}"
-                self._client.put_object(Bucket=options.bucket, Key=key, Body=after)
-                self._copies[path] = after
+        self.bucket.put_back(self.folder / self.tier, self._copies)

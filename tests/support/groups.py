@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 GROUPS = {
-    "radosgw": re.compile(r"radosgw|s3/test_ceph|TestAppendOnlyHeads", re.IGNORECASE),
+    "radosgw": re.compile(r"radosgw|s3/test_ceph|_on_ceph\.py|TestAppendOnlyHeads", re.IGNORECASE),
     "processes": re.compile(
         r"proofs/test_kill|provider/test_real_engine|s3/test_command_line|server/test_command_line", re.IGNORECASE
     ),

@@ -25,6 +25,8 @@ from tests.support.s3_process import S3Server
 PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
 START_SECONDS = 240
+HOST_NAME = "s3.engram.test"
+"""Below it each bucket is a host. No name service knows it: who wants it asks by a proxy."""
 ACCESS_KEY, SECRET_KEY = "ENGRAMTESTACCESSKEY1", "engram-test-secret-key-of-forty-letters-"
 CONFIGURATION = """\
 [global]
@@ -63,6 +65,7 @@ mon osd nearfull ratio=.99
 mon osd backfillfull ratio=.99
 rgw frontends=beast endpoint={address}:{port} tcp_nodelay=1
 rgw data={folder}/rgw
+rgw dns name={host_name}
 keyring={folder}/keyring
 rgw lc debug interval=10
 rgw dynamic resharding=false
@@ -118,7 +121,13 @@ def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Pope
     configuration = folder / "ceph.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            fsid=fsid, folder=folder, mon_port=mon_port, address=place.address, port=port, memory=memory
+            fsid=fsid,
+            folder=folder,
+            mon_port=mon_port,
+            address=place.address,
+            port=port,
+            memory=memory,
+            host_name=HOST_NAME,
         )
     )
 

@@ -121,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def _handle(self) -> None:
+        if self.path.startswith("http://"):  # asked as a forward proxy: the host is in the Host header too
+            self.path = "/" + self.path.removeprefix("http://").partition("/")[2]
         fault = self.owner.choose(self.command, self.path, dict(self.headers.items()))
         if fault is not None and fault.action == "stall":
             self._hang()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.support.proofs import FAMILIES, Site
 from tests.support.tiny import make_tiny
 
 Checkpoint = Callable[..., Path]
+Stored = Callable[[], AbstractContextManager[list[Path]]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +50,23 @@ def make_site(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Callable[..., 
             return stack.enter_context(site)
 
         yield make
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dict[str, Any]:
+    """Fields of SnapshotConfig for a store of its own."""
+    return {"store_uri": f"file://{tmp_path}/store"}
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Stored:
+    """`with stored() as files`: all that the store holds; what is written into them it holds afterwards."""
+
+    @contextmanager
+    def files() -> Iterator[list[Path]]:
+        yield sorted(path for path in (tmp_path / "store").glob("v1/**/*") if path.is_file())
+
+    return files
 
 
 @pytest.fixture(params=sorted(FAMILIES))

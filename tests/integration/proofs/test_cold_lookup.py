@@ -28,11 +28,6 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> dict[str, Any]:
-    return {"store_uri": f"file://{tmp_path}/store"}
-
-
 def plain_chat(running: Running, messages: list[Message]) -> openai.types.chat.ChatCompletion:
     """As any program does that has never heard of this server."""
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEYS["alice"], max_retries=0) as client:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,38 @@ QUESTIONS = [
 LENGTH = {"max_tokens": 10, "ignore_eos": True}
 
 
-class Child:
-    """One life of the server after the other, on one port and over the same folders."""
+@dataclass(frozen=True)
+class Tier:
+    """A durable tier, as `engram serve` and as `engram snapshots` are told of it."""
 
-    def __init__(self, processes: EngineProcesses, model: Path, folder: Path) -> None:
+    serve: list[str]
+    snapshots: list[str]
+    holds: Callable[[], int]
+    """How many objects there are now."""
+
+
+def folder_tier(folder: Path, *serve: str) -> Tier:
+    return Tier(
+        list(serve), ["--store", f"file://{folder}"], lambda: sum(1 for path in folder.rglob("*") if path.is_file())
+    )
+
+
+class Child:
+    """One life of the server after the other, on one port and over the same tiers."""
+
+    def __init__(self, processes: EngineProcesses, model: Path, folder: Path, tiers: list[Tier]) -> None:
         self.folder = folder
         self._processes = processes
         self.port = free_base([0, 1])
         self.admin = self.port + 1
-        self.tiers = {"disk": folder / "disk", "store": folder / "store"}
+        self.tiers = tiers
         self.key = folder / "key"
         self.key.write_bytes(b"k" * 32)
         self.key.chmod(0o600)
         self._arguments = ["serve", "--model", str(model), "--served-model-name", "tiny", "--device", "cpu"]
         self._arguments += ["--port", str(self.port), "--admin-port", str(self.admin), "--max-num-seqs", "4"]
         self._arguments += ["--kv-cache-tokens", "4096", "--tenant-key-file", str(self.key)]
-        self._arguments += ["--snapshot-store", f"file://{self.tiers['store']}"]
-        self._arguments += ["--snapshot-disk-path", str(self.tiers["disk"])]
+        self._arguments += [argument for tier in tiers for argument in tier.serve]
 
     @property
     def url(self) -> str:
@@ -68,8 +84,8 @@ class Child:
     def kill(self) -> None:
         self.process.kill()
 
-    def files(self) -> int:
-        return sum(1 for folder in self.tiers.values() for path in folder.rglob("*") if path.is_file())
+    def objects(self) -> int:
+        return sum(tier.holds() for tier in self.tiers)
 
     def stored(self, conversation: str, turn: int) -> dict[str, Any]:
         """Wait until the server says that it has stored the turn with its answer."""
@@ -108,24 +124,23 @@ class Strangers:
         self._thread.join(30)
 
 
-def wait_for_a_moment(child: Child, chooser: random.Random, files: int) -> None:
-    """A moment within the save: so many files later, or so much time."""
+def wait_for_a_moment(child: Child, chooser: random.Random, objects: int) -> None:
+    """A moment within the save: so many objects later, or so much time."""
     if chooser.random() < 0.5:
         time.sleep(chooser.uniform(0.0, 0.3))
         return
-    wanted = files + chooser.randrange(1, 12)
+    wanted = objects + chooser.randrange(1, 6 * len(child.tiers))
     deadline = time.monotonic() + 1.0
-    while child.files() < wanted and time.monotonic() < deadline:
+    while child.objects() < wanted and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
 def fsck(child: Child, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """What `engram snapshots fsck` says of each folder; anything torn, missing or forged makes it fail."""
+    """What `engram snapshots fsck` says of each tier; anything torn, missing or forged makes it fail."""
     found = []
-    for folder in child.tiers.values():
+    for tier in child.tiers:
         capsys.readouterr()
-        where = ["--store", f"file://{folder}", "--tenant-key-file", str(child.key)]
-        code = engram(["snapshots", "fsck", "--json", *where])
+        code = engram(["snapshots", "fsck", "--json", *tier.snapshots, "--tenant-key-file", str(child.key)])
         report = json.loads(capsys.readouterr().out)
         assert code == 0, report
         assert {problem["kind"] for problem in report["problems"]} <= {"orphan"}
@@ -140,15 +155,23 @@ def test_killed_while_saving(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    disk, store = tmp_path / "disk", tmp_path / "store"
+    tiers = [
+        folder_tier(store, "--snapshot-store", f"file://{store}"),
+        folder_tier(disk, "--snapshot-disk-path", str(disk)),
+    ]
     path = checkpoint(kind)
+    survive(path, Child(processes, path, tmp_path, tiers), random.Random(f"kill {kind}"), capsys)
+
+
+def survive(path: Path, child: Child, chooser: random.Random, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conversation over several lives, each ended while a turn of it is saved."""
     with Place(path, {}).serve() as never_killed:
         expected: list[Message] = []
         for question in QUESTIONS[: 2 * LIVES]:
             expected.append(user(question))
             expected.append(reply(post(never_killed, expected, **LENGTH)))
 
-    chooser = random.Random(f"kill {kind}")
-    child = Child(processes, path, tmp_path)
     messages: list[Message] = []
     conversation, promised = None, 0
     for life in range(LIVES):
@@ -156,7 +179,7 @@ def test_killed_while_saving(
         strangers = Strangers(child)
         for half in range(2):
             messages.append(user(QUESTIONS[2 * life + half]))
-            files = child.files()
+            objects = child.objects()
             answer = ask(child, messages)
             told = answer["engram"]
             messages.append(reply(answer))
@@ -170,7 +193,7 @@ def test_killed_while_saving(
                 assert told["tier"] in (("disk", "store") if life else (None, "gpu"))
                 promised = child.stored(conversation, told["turn_number"])["tokens"]
         if life < LIVES - 1:
-            wait_for_a_moment(child, chooser, files)
+            wait_for_a_moment(child, chooser, objects)
         child.kill()
         strangers.join()
         snapshots = [report["snapshots"] for report in fsck(child, capsys)]

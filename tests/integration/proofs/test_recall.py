@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.proofs.conftest import Stored
 from tests.integration.proofs.places import Message, Place, post, reply, send, service_of, settle, user
 from tests.support.proofs import Site, Talk, message, report
 from tests.support.serving import Running
@@ -24,11 +25,9 @@ LENGTH = {"max_tokens": 24, "ignore_eos": True, "logprobs": True}
 
 
 @pytest.fixture
-def place(checkpoint: Callable[..., Path], kind: str, tier: str, tmp_path: Path) -> Place:
-    fields: dict[str, Any] = {"disk_path": tmp_path / "disk"} if tier == "disk" else {}
-    if tier == "store":
-        fields["store_uri"] = f"file://{tmp_path}/store"
-    return Place(checkpoint(kind), fields)
+def place(checkpoint: Callable[..., Path], kind: str, tier: str, tmp_path: Path, store: dict[str, Any]) -> Place:
+    fields = {"disk": {"disk_path": tmp_path / "disk"}, "store": store}
+    return Place(checkpoint(kind), fields.get(tier, {}))
 
 
 def remember(running: Running) -> tuple[list[Message], str]:
@@ -81,13 +80,14 @@ def test_only_the_new_message(place: Place, tier: str) -> None:
 
 @pytest.mark.parametrize("tier", ["store"])
 @pytest.mark.parametrize(("kind", "part"), [("dense", "kv"), ("hybrid", "kv"), ("hybrid", "state")])
-def test_half_a_memory_is_none(place: Place, tier: str, part: str, tmp_path: Path) -> None:
+def test_half_a_memory_is_none(place: Place, tier: str, part: str, stored: Stored) -> None:
     """Keys and values alone, or the state alone: it fails closed, and says so."""
     with place.serve() as running:
         history, _ = remember(running)
     with Place(place.path, {}).serve() as elsewhere:
         whole = post(elsewhere, [*history, QUESTION], **LENGTH)
-    assert tamper_files([path for path in tmp_path.rglob("v1/**/*") if path.is_file()], part, zeroed)
+    with stored() as files:
+        assert tamper_files(files, part, zeroed)
     with place.serve() as running:
         answer = post(running, [QUESTION], restore_from="boat:1", auto_save=False, **LENGTH)
     told = answer["engram"]

@@ -98,9 +98,9 @@ def _as_template_sees(message: Message) -> Message:
 
 @pytest.mark.parametrize("named", [False, True], ids=["stateless", "conversation_id"])
 @pytest.mark.parametrize("name", CASES)
-def test_reuse(checkpoint: Callable[..., Path], tmp_path: Path, kind: str, name: str, named: bool) -> None:
+def test_reuse(checkpoint: Callable[..., Path], store: dict[str, Any], kind: str, name: str, named: bool) -> None:
     case = CASES[name]
-    place = Place(checkpoint(kind, case.template), {"store_uri": f"file://{tmp_path}"})
+    place = Place(checkpoint(kind, case.template), store)
     fields: dict[str, Any] = dict(case.fields)
     if named:
         fields["conversation_id"] = "a conversation"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.proofs.conftest import checkpoint, kind, own_folders
+from tests.integration.proofs.conftest import Stored, checkpoint, kind, own_folders
 from tests.support.bucket_site import Bucket, BucketSite
 from tests.support.proofs import Site
 from tests.support.s3_process import S3Server
@@ -26,6 +26,23 @@ def bucket(moto: S3Server, tmp_path: Path) -> Bucket:
 @pytest.fixture
 def store(bucket: Bucket) -> dict[str, Any]:
     return bucket.fields
+
+
+@pytest.fixture
+def tier() -> str:
+    """Of whatever asks for one."""
+    return "store"
+
+
+@pytest.fixture
+def stored(bucket: Bucket, tmp_path: Path) -> Stored:
+    @contextmanager
+    def files() -> Iterator[list[Path]]:
+        copies = bucket.fetch(tmp_path / "copies")
+        yield sorted(copies)
+        bucket.put_back(tmp_path / "copies", copies)
+
+    return files
 
 
 @pytest.fixture
