@@ -6,7 +6,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.e2e import pods
@@ -16,7 +16,7 @@ ACCOUNT = "application"
 TURN_SECONDS = 180
 # One line of JSON for each text of a stream, answer or failure. What failed is not part of the conversation.
 CHAT = """
-import json, sys
+import json, sys, time
 import engram_litellm, litellm
 order = json.loads(sys.argv[1])
 messages = order["messages"]
@@ -33,7 +33,8 @@ def ask(asked, stream):
         answer = litellm.stream_chunk_builder(chunks, messages=asked)
     return answer
 for step in order["say"]:
-    asked = messages + [{"role": "user", "content": step["text"]}]
+    asked = (order["messages"] if step["anew"] else messages) + [{"role": "user", "content": step["text"]}]
+    began = time.monotonic()
     try:
         answer = ask(asked, step["stream"])
     except Exception as error:
@@ -45,7 +46,7 @@ for step in order["say"]:
         continue
     message = answer.choices[0].message
     messages = asked + [{"role": "assistant", "content": message.content}]
-    show(text=message.content, prompt_tokens=answer.usage.prompt_tokens,
+    show(seconds=time.monotonic() - began, text=message.content, prompt_tokens=answer.usage.prompt_tokens,
          engram=(message.provider_specific_fields or {}).get("engram"))
 """
 
@@ -57,15 +58,18 @@ class Reply:
     text: str
     prompt_tokens: int
     engram: dict[str, Any]
+    seconds: float = 0.0  # that the call took
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One thing to say. `may_fail`: an exception of LiteLLM is told, and the application goes on."""
+    """One thing to say. `may_fail`: an exception of LiteLLM is told, and the application goes on. `anew`: it begins
+    another conversation, from the same history."""
 
     text: str
     stream: bool = False
     may_fail: bool = False
+    anew: bool = False
 
 
 class Application:
@@ -101,7 +105,7 @@ class Application:
         order = {
             "model": f"engram/{model}",
             "messages": history,
-            "say": [{"text": said.text, "stream": said.stream, "may_fail": said.may_fail} for said in say],
+            "say": [asdict(said) for said in say],
             "options": {"max_tokens": 24, "temperature": 0, "timeout": TURN_SECONDS, **(options or {})},
         }
         command = ["kubectl", "exec", "-i", "--namespace", self.namespace, self.pod, "--"]

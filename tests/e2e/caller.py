@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ def ask(thread, number):
     body = {"model": order["model"], "messages": [{"role": "user", "content": f"Question {number} of {thread}."}],
             "max_tokens": 4, "temperature": 0}
     headers = {"content-type": "application/json", "x-engram-conversation-id": f"load-{thread}-{number}"}
-    request = urllib.request.Request(order["url"], json.dumps(body).encode(), headers)
+    request = urllib.request.Request(order["url"] + "/v1/chat/completions", json.dumps(body).encode(), headers)
     began = time.time()
     try:
         with urllib.request.urlopen(request, timeout=order["timeout"]) as answer:
@@ -62,8 +63,9 @@ for thread in threads:
     thread.join()
 print(json.dumps({"answered": len(answered), "slowest": max(answered, default=0.0), "failed": failed}))
 """
-THREADS = 3
-PAUSE_SECONDS = 0.05
+THREADS = 2
+PAUSE_SECONDS = 0.2
+LOAD_SECONDS = 60  # that one of its requests may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +128,35 @@ class Caller:
         url = f"http://{model}:{PORT}/v1/chat/completions"
         return self.ask(url, body, headers={"x-engram-conversation-id": conversation}, timeout=timeout)
 
-    @contextmanager
-    def load(self, model: str, *, timeout: float = 60) -> Iterator[Load]:
+    def load(self, model: str) -> AbstractContextManager[Load]:
         """Chats through the model's Service inside the block: every single failure is kept."""
-        url = f"http://{model}:{PORT}/v1/chat/completions"
-        order = {"model": model, "url": url, "threads": THREADS, "pause": PAUSE_SECONDS, "timeout": timeout}
-        command = ["kubectl", "exec", "-i", "--namespace", self.namespace, self.pod, "--"]
-        process = subprocess.Popen(
-            [*command, "python3", "-c", LOAD, json.dumps(order)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.kube.environment,
-        )
-        assert process.stdout is not None
-        result = Load()
-        try:
-            assert process.stdout.readline() == "started\n"
-            yield result
-            printed, _ = process.communicate(timeout=timeout + 30)
-            said = json.loads(printed)
-            result.answered, result.slowest, result.failed = said["answered"], said["slowest"], said["failed"]
-        finally:
-            process.kill()
-            process.communicate()
+        command = ["kubectl", "exec", "-i", "--namespace", self.namespace, self.pod, "--", "python3"]
+        return _load(command, model, f"http://{model}:{PORT}", self.kube.environment)
+
+
+def load_from_here(model: str, address: str) -> AbstractContextManager[Load]:
+    """The same from this machine, to the address of a Service or pod: no part of Kubernetes is between."""
+    return _load([sys.executable], model, f"http://{address}:{PORT}", {"no_proxy": "*"})
+
+
+@contextmanager
+def _load(python: Sequence[str], model: str, url: str, environment: Mapping[str, str]) -> Iterator[Load]:
+    order = {"model": model, "url": url, "threads": THREADS, "pause": PAUSE_SECONDS, "timeout": LOAD_SECONDS}
+    process = subprocess.Popen(
+        [*python, "-c", LOAD, json.dumps(order)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    result = Load()
+    try:
+        assert process.stdout.readline() == "started\n"
+        yield result
+        printed, _ = process.communicate(timeout=LOAD_SECONDS + 30)
+        said = json.loads(printed)
+        result.answered, result.slowest, result.failed = said["answered"], said["slowest"], said["failed"]
+    finally:
+        process.kill()
+        process.communicate()
