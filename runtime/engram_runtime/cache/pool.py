@@ -65,23 +65,25 @@ class Pool:
 
     def acquire(self, slots: Iterable[int]) -> None:
         """One more reference for each: the slots stay until it is released."""
+        references, cached = self._references, self._cached
         for slot in slots:
-            if self._references[slot] == 0:
-                if slot not in self._cached:
+            if references[slot] == 0:
+                if slot not in cached:
                     raise RuntimeError(f"slot {slot} is free: its contents are gone")
-                del self._cached[slot]
-            self._references[slot] += 1
+                del cached[slot]
+            references[slot] += 1
 
     def release(self, slots: Iterable[int]) -> None:
         """Give up one reference each. Pass a chain last block first: the tail goes before the head."""
+        references, cached, indexed = self._references, self._cached, self._indexed
         for slot in slots:
-            count = self._references[slot]
+            count = references[slot]
             if count == 0:
                 raise RuntimeError(f"slot {slot} was released more often than it was acquired")
-            self._references[slot] = count - 1
+            references[slot] = count - 1
             if count == 1:
-                if self._indexed[slot]:
-                    self._cached[slot] = None
+                if indexed[slot]:
+                    cached[slot] = None
                 else:
                     self._free.append(slot)
 

@@ -11,7 +11,7 @@ Recurrent states cannot be cut: a model that has them can only go on from a posi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engram_runtime.cache.pool import Pool
@@ -51,6 +51,8 @@ class Match:
     state: int | None = None
     whole: tuple[int, ...] = ()
     marks: tuple[tuple[int, Any], ...] = ()
+    node: Node | None = field(default=None, compare=False)
+    """Of the last complete block within `position`: where registering goes on."""
 
 
 class PrefixIndex:
@@ -86,6 +88,7 @@ class PrefixIndex:
     def match(self, tenant: str, tokens: Sequence[int], limit: int, needs_state: bool) -> Match:
         """The longest usable prefix of at most `limit` tokens."""
         limit = min(limit, len(tokens))
+        tokens = tokens if isinstance(tokens, tuple) else tuple(tokens)
         path, common = self._walk(self.root(tenant), tokens, limit)
         if not path:
             return Match()
@@ -93,23 +96,26 @@ class PrefixIndex:
         position, state = common, None
         if needs_state:
             position, state = self._deepest_state(path, tokens, limit)
-        whole = tuple(node.block for node in path[: common // self.block_size])
-        used = -(-position // self.block_size)
-        return Match(position, tuple(node.block for node in path[:used]), state, whole, marks)
+        blocks = [node.block for node in path]
+        used, complete = -(-position // self.block_size), position // self.block_size
+        last = path[complete - 1] if complete else None
+        whole = tuple(blocks[: common // self.block_size])
+        return Match(position, tuple(blocks[:used]), state, whole, marks, last)
 
-    def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
+    def _walk(self, node: Node, tokens: Tokens, limit: int) -> tuple[list[Node], int]:
         """Nodes along `tokens`, the last one possibly in part, and the number of common tokens."""
         size = self.block_size
         path: list[Node] = []
         position = 0
-        while position + size <= limit:
-            child = node.children.get(tuple(tokens[position : position + size]))
+        # Thousands of rounds for a long history, before its first token: nothing here but what is needed.
+        for position in range(0, limit - size + 1, size):
+            child = node.children.get(tokens[position : position + size])
             if child is None:
                 break
             path.append(child)
             node = child
-            position += size
-        rest = tuple(tokens[position : min(position + size, limit)])
+        position = len(path) * size
+        rest = tokens[position : min(position + size, limit)]
         best, length = None, 0
         for child in node.by_first.get(rest[0], ()) if rest else ():
             shared = common_prefix(child.tokens, rest)
@@ -151,6 +157,8 @@ class PrefixIndex:
         }
         for node in reversed(path):
             marks = found if node is last else node.marks
+            if not marks:
+                continue
             for offset in sorted(marks, reverse=True):
                 yield node.depth * self.block_size + offset, marks[offset]
 

@@ -73,6 +73,7 @@ class Admission:
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
         sequence.computed = match.position
+        sequence.chain.node = match.node  # what was found is registered: go on from its end
         if sequence.match is None:
             sequence.match = match
             sequence.prefix_tokens = min(match.position, len(sequence.prompt_ids))
