@@ -16,7 +16,13 @@ from tests.support.radosgw import running_radosgw
 from tests.support.s3_process import S3Server
 
 ROOT = Path(__file__).parent
-FIRST = ("s3/test_faults.py", "server/test_leaks.py", "snapshots/test_crash.py", "s3/test_conformance.py")
+FIRST = (
+    "s3/test_faults.py",
+    "provider/test_floor.py",
+    "server/test_leaks.py",
+    "snapshots/test_crash.py",
+    "s3/test_conformance.py",
+)
 """The longest files begin first: the last one to begin is waited for."""
 
 

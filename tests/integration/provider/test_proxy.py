@@ -54,7 +54,7 @@ def proxy(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Itera
     base = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {KEY}"}, timeout=240) as client:
-            end = time.monotonic() + 120
+            end = time.monotonic() + 240  # a minute of imports on a busy machine
             while True:
                 try:
                     if client.get("/health/liveliness").status_code == 200:
