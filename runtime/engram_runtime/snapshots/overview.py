@@ -66,8 +66,9 @@ class Overview:
         self._epoch = secrets.token_hex(8)
         self._sequence = 0
         self._events: deque[tuple[Kind, Space, str]] = deque(maxlen=MAX_EVENTS)
-        self._spaces: list[Space] = []
+        self._spaces: frozenset[Space] = frozenset()
         self._spaces_until = 0.0
+        self._heard: set[Space] = set()  # of tenants whose first snapshot may be younger than `_spaces`
         self._look_after = 0.0
         self._manifests = ManifestCache(MANIFESTS)
         self._count: Census | None = None
@@ -82,6 +83,8 @@ class Overview:
         with self._lock:
             self._events.append((kind, space, snapshot_id))
             self._sequence += 1
+            if space not in self._spaces:
+                self._heard.add(space)
 
     # Reading
 
@@ -192,7 +195,8 @@ class Overview:
         """Every tenant of whom there is something; StoreUnavailable when that cannot be known."""
         with self._lock:
             if time.monotonic() < self._spaces_until:
-                return self._spaces
+                return self._in_order()
+            heard = set(self._heard)
         found = {record.space for record in self._shared.catalogue.records()}
         authority = self._shared.authority
         if authority is not None:
@@ -200,9 +204,13 @@ class Overview:
             with authority.reading():
                 found |= {Space(namespace, abi) for namespace in _namespaces(authority)}
         with self._lock:
-            self._spaces = sorted(found, key=lambda space: space.namespace)
+            self._spaces = frozenset(found)
             self._spaces_until = time.monotonic() + SPACES_SECONDS
-            return self._spaces
+            self._heard -= heard  # they are among those found, or have nothing any more
+            return self._in_order()
+
+    def _in_order(self) -> list[Space]:
+        return sorted(self._spaces | self._heard, key=lambda space: space.namespace)
 
     def _known_spaces(self, snapshot_id: str) -> Iterator[Space]:
         for space in {record.space for record in self._shared.catalogue.records()}:

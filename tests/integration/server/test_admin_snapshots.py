@@ -185,3 +185,12 @@ def test_how_saves_ended_is_told(world):
     saved(world, 1, ("acme",))
     outcomes = world.service.overview.outcomes()
     assert (outcomes.last_success_time, outcomes.last_failure_time) == (world.now, None)
+
+
+def test_a_new_tenant_is_listed_at_once(world, monkeypatch):
+    """The list of tenants is kept for a while; a first snapshot must not wait for the next one."""
+    monkeypatch.setattr(overview, "SPACES_SECONDS", 3600.0)
+    assert world.service.overview.page().items == []
+    expected = saved(world, 1)
+    assert [view.snapshot_id for view in world.service.overview.page().items] == expected
+    assert world.service.overview.census(10.0).count == 2
