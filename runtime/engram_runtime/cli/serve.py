@@ -11,6 +11,7 @@ from engram_runtime.cli.lazy import load
 from engram_runtime.cli.quantities import override, seconds, size
 from engram_runtime.cli.s3 import add_s3_flags
 from engram_runtime.engine.config import DEVICES, DTYPES
+from engram_runtime.loader.prefetch import prefetch
 
 
 def register(commands: Any) -> None:
@@ -194,4 +195,5 @@ def add_retention_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    prefetch(options.model)
     return int(load("engram_runtime.cli.serving:run", command="serve")(options))

@@ -93,7 +93,7 @@ class LLMEngine:
                 clock=clock,
                 wake=self._wake.set,
             )
-        self._meter = Meter()
+        self._meter = Meter(self.facts.start)
         self.idle = True
         """The last step had nothing to run: `wait` before the next."""
         self._requests: dict[str, Request] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engram_runtime.engine.startup import StartUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +20,5 @@ class ModelFacts:
     state_bytes: int = 0
     """Recurrent state of one sequence; 0 for a dense model."""
     kv_bytes_per_token: int = 0
+    start: StartUp = field(default_factory=StartUp, compare=False)
+    """When the parts of loading were over, since the process began."""

@@ -5,6 +5,7 @@ What cannot be honoured fails here, before the first request.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engram_kernels import Ops, Registry
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.facts import ModelFacts
+from engram_runtime.engine.startup import StartUp
 from engram_runtime.executor.device.build import build_executor
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.device.graphs import why_not_recorded
@@ -32,6 +34,8 @@ from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
 from engram_runtime.snapshots.types import SnapshotConfig, StateLayout
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -41,6 +45,7 @@ class LoadedModel:
     spec: ModelSpec
     tokenizer: Any
     eos_ids: frozenset[int]
+    start: StartUp
 
 
 def resolve_device(name: str) -> torch.device:
@@ -54,6 +59,8 @@ def resolve_device(name: str) -> torch.device:
 
 def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedModel:
     """Load a checkpoint folder. Raises CheckpointError, ValueError, BackendUnavailable."""
+    start = StartUp()
+    start.mark("imports")
     device = resolve_device(config.device)
     path = Path(config.model)
     model_config = load_config(path)
@@ -74,6 +81,7 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
         model = load_model(
             path, device=device, dtype=dtype, ops=ops, progress=progress, max_positions=config.max_model_len
         )
+    start.mark("weights")
     request = CacheRequest(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -94,7 +102,8 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
         )
     else:
         executor = Executor(model, ops, plan_caches(model.spec, request, free_memory(device)), device)
-    return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer))
+    start.mark("executor")
+    return LoadedModel(executor, model.spec, tokenizer, eos_ids(path, model_config, tokenizer), start)
 
 
 def snapshot_service(
@@ -121,6 +130,7 @@ def load_engine(
         weight_bytes=sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors")),
         state_bytes=layout.state_bytes,
         kv_bytes_per_token=layout.kv_bytes_per_token,
+        start=loaded.start,
     )
     service = None
     if snapshots is not None and snapshots.enabled:
@@ -129,6 +139,8 @@ def load_engine(
         abi = state_abi({**loaded.spec.abi_fields(), "weights": digest})
         facts = replace(facts, weights_digest=digest, state_abi=abi)
         service = snapshot_service(snapshots, abi, layout, loaded.executor)
+    loaded.start.mark("engine")
+    logger.info("loaded: %s", loaded.start)
     return LLMEngine(
         config,
         loaded.executor,

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, deque
 
 from engram_runtime.engine.request import Request, RestoreOutcome
+from engram_runtime.engine.startup import StartUp
 from engram_runtime.engine.stats import EngineStats
 from engram_runtime.engine.step import ScheduledStep
 
@@ -17,7 +18,8 @@ RATE_MEMORY = 0.9
 class Meter:
     """Written by the engine thread; `fill` may be called from any."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: StartUp | None = None) -> None:
+        self._start = start or StartUp()
         self._lock = threading.Lock()
         self._ttft, self._itl, self._e2e, self._queue, self._restore = (
             deque[float](maxlen=MAX_OBSERVATIONS) for _ in range(5)
@@ -56,6 +58,8 @@ class Meter:
     def token(self, now: float, request: Request, index: int) -> None:
         """A token of sequence `index` arrived."""
         self._generated += 1
+        if self._generated == 1:
+            self._start.mark("first_token")
         first = len(request.sequences[index].output_ids) == 1
         if first and index == 0:
             self._prompt_tokens += len(request.prompt_ids)
@@ -75,6 +79,7 @@ class Meter:
         """Write everything into `stats`; observations are handed over."""
         stats.prompt_tokens, stats.generated_tokens = self._prompt_tokens, self._generated
         stats.finished = dict(self._finished)
+        stats.start_seconds = dict(self._start.seconds)
         stats.restored_tokens = dict(self._restored_tokens)
         stats.restored_bytes = dict(self._restored_bytes)
         stats.restore_failures = self._restore_failures

@@ -39,6 +39,8 @@ class EngineStats:
     """By finish reason."""
     saves_requested: int = 0
     saves_superseded: int = 0
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """Since the process began, by what was over then: weights, executor, engine, first_token."""
     ttft_seconds: list[float] = field(default_factory=list)
     itl_seconds: list[float] = field(default_factory=list)
     e2e_seconds: list[float] = field(default_factory=list)

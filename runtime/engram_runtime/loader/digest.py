@@ -11,10 +11,13 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engram_runtime.errors import CheckpointError
 from engram_runtime.loader.checkpoint import Checkpoint
+
+DIGEST_THREADS = 8
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -35,7 +38,10 @@ def weights_digest(path: Path | str, cache_dir: Path | str | None = None) -> str
     shard is damaged or cannot be read.
     """
     cache = Path(cache_dir) if cache_dir is not None else None
-    return _combine((file.name, _cached_file_digest(file, cache)) for file in Checkpoint.open(path).files)
+    files = Checkpoint.open(path).files
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:  # hashing lets other threads run, and is slower than any disk
+        digests = list(pool.map(lambda file: _cached_file_digest(file, cache), files))
+    return _combine(zip((file.name for file in files), digests, strict=True))
 
 
 def tokenizer_digest(path: Path | str) -> str:

@@ -49,6 +49,8 @@ class TensorInfo:
     """As the format spells it: "F32", "BF16", ..."""
     shape: tuple[int, ...]
     bytes: int
+    offset: int = 0
+    """Of the first byte, in the file."""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -73,7 +75,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     spans = []
     found = {}
     for key, entry in entries.items():
-        begin, end, info = _tensor(path, key, entry)
+        begin, end, info = _tensor(path, key, entry, 8 + length)
         spans.append((begin, end, key))
         found[key] = info
     _check_tiling(path, spans, size - 8 - length)
@@ -98,7 +100,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _tensor(path: Path, key: str, entry: Any) -> tuple[int, int, TensorInfo]:
+def _tensor(path: Path, key: str, entry: Any, data_start: int) -> tuple[int, int, TensorInfo]:
     """(begin, end, info) of one header entry."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: {key} is not a JSON object")
@@ -113,7 +115,7 @@ def _tensor(path: Path, key: str, entry: Any) -> tuple[int, int, TensorInfo]:
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if end - begin != expected:
         raise CheckpointError(f"{path}: {key} spans {end - begin} bytes, {dtype}{shape} needs {expected}")
-    return begin, end, TensorInfo(key, path, dtype, tuple(shape), expected)
+    return begin, end, TensorInfo(key, path, dtype, tuple(shape), expected, data_start + begin)
 
 
 def _is_count(value: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from engram_runtime.errors import CheckpointError
 from engram_runtime.loader.checkpoint import Checkpoint
 from engram_runtime.loader.header import TensorInfo
+from engram_runtime.loader.streaming import stream_weights
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor, from one thread at a time."""
 
 FLOATS = ("F32", "F16", "BF16", "F64")
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Target(Protocol):
@@ -34,6 +36,9 @@ class Target(Protocol):
 
     @property
     def tensor(self) -> Tensor: ...
+
+    @property
+    def transform(self) -> Callable[[Tensor], Tensor] | None: ...
 
     def fill(self, source: Tensor) -> None: ...
 
@@ -48,7 +53,8 @@ def load_weights(
 ) -> None:
     """Copy every target's tensor from the checkpoint, converting dtype and device.
 
-    ignorable: fnmatch patterns of keys that may be left over. workers: shards read at once.
+    ignorable: fnmatch patterns of keys that may be left over. workers: shards read at once. Tensors that a GPU takes as
+    they are stored are streamed (see `streaming`).
     Raises CheckpointError naming keys that are missing, unexpected, of another shape, or not floating point.
     """
     check_coverage(checkpoint, targets, ignorable)
@@ -56,18 +62,25 @@ def load_weights(
     lock = Lock()
     loaded = 0
 
-    def load(file: Path, keys: list[str]) -> None:
+    def count(nbytes: int) -> None:
         nonlocal loaded
+        with lock:
+            loaded += nbytes
+            if progress is not None:
+                progress(loaded, total)
+
+    def load(file: Path, keys: list[str]) -> None:
         for info, tensor in checkpoint.stream(file, keys):
             _fill(targets[info.key], tensor, info)
-            with lock:
-                loaded += info.bytes
-                if progress is not None:
-                    progress(loaded, total)
+            count(info.bytes)
 
+    streamed = {key: target.tensor for key, target in targets.items() if _streams(target, checkpoint.tensors[key])}
+    stream_weights([(checkpoint.tensors[key], tensor) for key, tensor in streamed.items()], count)
     shards: dict[Path, list[str]] = {}
-    for key in targets:
+    for key in targets.keys() - streamed.keys():
         shards.setdefault(checkpoint.tensors[key].file, []).append(key)
+    if not shards:
+        return
     with ThreadPoolExecutor(max_workers=max(1, min(workers, len(shards)))) as pool:
         for done in [pool.submit(load, file, keys) for file, keys in sorted(shards.items())]:
             done.result()
@@ -93,6 +106,13 @@ def check_coverage(checkpoint: Checkpoint, targets: Mapping[str, Target], ignora
             )
         if info.dtype not in FLOATS:
             raise CheckpointError(f"{info.file}: {key} has dtype {info.dtype}: quantised weights are not supported")
+
+
+def _streams(target: Target, info: TensorInfo) -> bool:
+    tensor = target.tensor
+    if tensor.device.type != "cuda" or STORED.get(info.dtype) != tensor.dtype:
+        return False
+    return target.transform is None and tensor.is_contiguous()
 
 
 def _fill(target: Target, tensor: Tensor, info: TensorInfo) -> None:

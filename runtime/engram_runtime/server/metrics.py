@@ -145,6 +145,12 @@ class _EngineCollector(Collector):
         for name, attribute, text in _GAUGES:
             yield GaugeMetricFamily(name, text, value=getattr(stats, attribute))
         yield GaugeMetricFamily("engram_sequences_admitted", "Sequences running or waiting.", value=self._inside())
+        start = GaugeMetricFamily(
+            "engram_start_seconds", "From the start of the process until this was over.", labels=("phase",)
+        )
+        for phase, seconds in stats.start_seconds.items():
+            start.add_metric((phase,), seconds)
+        yield start
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         yield GaugeMetricFamily("engram_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", value=usage)
         for name, attribute, text in _COUNTERS:
