@@ -6,12 +6,14 @@ from engram_kernels.spec import OpSpec, cuda_capability
 
 OP_NAMES: tuple[str, ...] = (
     "linear",
+    "gated_linear",
     "embedding",
     "rms_norm",
     "add_rms_norm",
     "rotary",
     "kv_append",
     "rope_append",
+    "rope_attention",
     "paged_attention",
     "silu_and_mul",
     "logits",
@@ -27,6 +29,13 @@ OP_NAMES: tuple[str, ...] = (
     "scatter_kv",
     "copy_state",
 )
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "gated_linear": ("linear", "silu_and_mul"),
+    "rope_attention": ("rope_append", "paged_attention"),
+}
+"""Fused ops that models call, and the ops that do the same one after the other. Where a part is served by another
+backend than the whole would be, the whole is composed of its parts, so that nobody's choice of a part is lost."""
 
 REFERENCES: tuple[OpSpec, ...] = tuple(OpSpec(op, "torch", f"engram_kernels.{op}.reference:{op}") for op in OP_NAMES)
 

@@ -49,6 +49,9 @@ class StepMetadata:
     """[S] bool, whether the slot holds a valid state (the sequence has history)."""
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
+    state_targets: Tensor | None = None
+    """[S] int64, slot that a decode's new state is written to while `state_slots` keeps the old one; a chunk's is its
+    state slot. None: every sequence's is."""
 
     @property
     def num_sequences(self) -> int:
@@ -62,6 +65,11 @@ class StepMetadata:
     def decode_tokens(self) -> int:
         """Tokens that belong to decodes: rows `[:decode_tokens]`; the prefill chunks' rows follow."""
         return self.num_decodes
+
+    @property
+    def written_slots(self) -> Tensor:
+        """[S] int64, slots that the new states go to."""
+        return self.state_slots if self.state_targets is None else self.state_targets
 
     def decodes(self) -> StepMetadata:
         """The decodes alone; describes rows `[:decode_tokens]` of the step's tensors."""
@@ -91,6 +99,7 @@ class StepMetadata:
             has_state=self.has_state[first:last],
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
+            state_targets=None if self.state_targets is None else self.state_targets[first:last],
         )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from engram_kernels.backends import OP_NAMES
+from engram_kernels.backends import OP_NAMES, PARTS
+from engram_kernels.composed import composed
 from engram_kernels.registry import Registry
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ RouteMode = Literal["softmax_topk", "topk_softmax"]
 
 
 class Linear(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class GatedLinear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
@@ -59,6 +64,22 @@ class RopeAppend(Protocol):
         cos_sin: Tensor | None,
         kv: Tensor,
         slots: Tensor,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor: ...
+
+
+class RopeAttention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor | None,
+        kv: Tensor,
+        meta: StepMetadata,
+        scale: float,
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 1e-6,
@@ -128,7 +149,14 @@ class Route(Protocol):
 
 class Experts(Protocol):
     def __call__(
-        self, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None
+        self,
+        x: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        base: Tensor | None = None,
+        shared: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor: ...
 
 
@@ -161,12 +189,14 @@ class Ops:
     """One bound implementation per op."""
 
     linear: Linear
+    gated_linear: GatedLinear
     embedding: Embedding
     rms_norm: RmsNorm
     add_rms_norm: AddRmsNorm
     rotary: Rotary
     kv_append: KvAppend
     rope_append: RopeAppend
+    rope_attention: RopeAttention
     paged_attention: PagedAttention
     silu_and_mul: SiluAndMul
     logits: Logits
@@ -196,4 +226,8 @@ class Ops:
         """
         table = registry or Registry.default()
         forced = table.checked(overrides)
-        return cls(**{op: table.resolve(op, device, dtype, forced.get(op)) for op in OP_NAMES})
+        bound = {op: table.resolve(op, device, dtype, forced.get(op)) for op in OP_NAMES}
+        for op in PARTS:
+            if table.is_composed(op, device, dtype, forced):
+                bound[op] = composed(op, bound)
+        return cls(**bound)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engram_kernels.backends import SHIPPED
+from engram_kernels.backends import PARTS, SHIPPED
 from engram_kernels.spec import BackendUnavailable, Choice, Implementation, OpSpec, Place, Probe, anywhere
 
 if TYPE_CHECKING:
@@ -73,9 +73,26 @@ class Registry:
         forced = self.checked(overrides)
         choices = []
         for op in self.ops:
+            if others := self._other_parts(op, place, forced):
+                choices.append(Choice(op, "composed", f"of its parts, because of {', '.join(others)}"))
+                continue
             spec, why = self._choose(op, place, forced.get(op))
             choices.append(Choice(op, spec.backend, why))
         return choices
+
+    def is_composed(
+        self, op: str, device: torch.device | str, dtype: torch.dtype | str, forced: Mapping[str, str]
+    ) -> bool:
+        """Whether a fused op has to be put together from its parts at this device and dtype."""
+        return bool(self._other_parts(op, Place.of(device, dtype), forced))
+
+    def _other_parts(self, op: str, place: Place, forced: Mapping[str, str]) -> list[str]:
+        """Parts of a fused op, as "part=backend", that another backend serves than the op; none when it is forced."""
+        if op in forced or not all(part in self.ops for part in PARTS.get(op, ())):
+            return []
+        whole = self._choose(op, place, None)[0].backend
+        parts = {part: self._choose(part, place, forced.get(part))[0].backend for part in PARTS.get(op, ())}
+        return [f"{part}={backend}" for part, backend in parts.items() if backend != whole]
 
     def checked(self, overrides: Mapping[str, str] | None) -> Mapping[str, str]:
         """The overrides, or an empty mapping. Raises ValueError when one names an op that does not exist."""

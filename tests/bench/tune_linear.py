@@ -1,23 +1,28 @@
-"""Search launch parameters of small linear layers on this GPU: GEMV, split-K tiles or cuBLAS per shape and row count.
+"""Search launch parameters of small linear layers on this GPU: GEMV, weight stream, split-K tiles or cuBLAS per shape
+and row count; and of the gated layers, whose n is that of their output.
 
-    PYTHONPATH=kernels:. python tests/bench/tune_linear.py [--shapes 4096x1024,...] [--rows 1,4,64]
+    PYTHONPATH=kernels:. python tests/bench/tune_linear.py [--shapes 4096x1024,...] [--gated 3072x1024,...] [--rows 1,4]
 
 Every candidate's output is checked against fp32 before it is timed; the winners go to tune_linear.json in the form of a
-tuning table ("linear" section of kernels/engram_kernels/tuning/<gpu>.json). Workers compile the candidates first, in
-parallel, into Triton's cache.
+tuning table ("linear" and "gated_linear" of kernels/engram_kernels/tuning/<gpu>.json). Workers compile the candidates
+first, in parallel, into Triton's cache. --kinds stream tries only that kind beside the entry that the table has.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 import triton
 
-from engram_kernels.linear.kernel import Gemv, Skinny, run
+from engram_kernels.gated_linear.kernel import plan as gated_plan
+from engram_kernels.linear.kernel import Gemv, Skinny, Stream, plan, run, run_gated
+from engram_kernels.silu_and_mul.kernel import silu_and_mul
 from tests.bench.gpu_timing import COPY_TBS, save, time_us
 
 SHAPES = {  # N x K of the models in bars.md
@@ -28,7 +33,10 @@ SHAPES = {  # N x K of the models in bars.md
     "granite shared in": (2048, 1536), "granite shared out": (1536, 1024), "granite router": (64, 1536),
     "granite qkv": (2560, 1536), "granite o": (1536, 1536), "granite head": (100352, 1536),
 }  # fmt: skip
+GATED = {"0.6B": (3072, 1024), "8B": (12288, 4096), "llama": (14336, 4096), "granite shared": (1024, 1536)}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+KINDS = ("gemv", "skinny", "stream")
+Choice = Gemv | Skinny | Stream
 
 
 def gemv_candidates(k: int, rows: int) -> list[Gemv]:
@@ -68,83 +76,139 @@ def skinny_candidates(rows: int, n: int, k: int) -> list[Skinny]:
     return found
 
 
-def candidates(rows: int, n: int, k: int) -> list[Gemv | Skinny]:
-    gemvs = gemv_candidates(k, rows) if rows <= 8 else []
-    return [*gemvs, *(skinny_candidates(rows, n, k) if rows > 1 else [])]
+STREAMS = [(128, 4), (128, 6), (128, 10), (64, 8), (64, 16), (256, 3)]  # tile of K, stages
 
 
-def compile_share(shapes: list[tuple[int, int]], rows: list[int], part: int, parts: int) -> None:
+def stream_candidates(rows: int, n: int, k: int, gated: bool) -> list[Stream]:
+    bm = max(8, 1 << (rows - 1).bit_length())
+    tiles = -(-n // 64)
+    found = {}
+    for bk, stages in STREAMS:
+        for split in (1, 2, 3, 4, 6, 8):
+            steps = k // (bk * split)
+            if (
+                k % (bk * split)
+                or steps < 2
+                or tiles * split < min(48, 4 * tiles)
+                or (split > 1 and tiles * split > 800)
+            ):
+                continue
+            deep = min(stages, steps)
+            if deep * ((128 if gated else 64) + bm) * bk * 2 <= 224 << 10 and (bm < 32 or tiles * split <= 800):
+                found[Stream(bm, bk, split, deep)] = None
+    return list(found)
+
+
+def candidates(rows: int, n: int, k: int, gated: bool, kinds: Sequence[str]) -> list[Choice]:
+    found: list[Choice] = []
+    current = gated_plan(rows, n, k, True) if gated else plan(rows, n, k, 132)
+    if current is not None and (not isinstance(current, Gemv) or rows <= 8):
+        found.append(current)
+    if "gemv" in kinds and rows <= (2 if gated else 8):
+        gemvs = gemv_candidates(k, rows)
+        found += [g for g in gemvs if not gated or (g.bn <= 4 and g.bn * g.bk // (32 * g.warps) <= 32)]
+    if rows > 1 and "skinny" in kinds and not gated:
+        found += skinny_candidates(rows, n, k)
+    if rows > 1 and "stream" in kinds:
+        found += stream_candidates(rows, n, k, gated)
+    return list(dict.fromkeys(found))
+
+
+def call(choice: Choice, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, gated: bool) -> None:
+    if gated:
+        assert not isinstance(choice, Skinny)
+        run_gated(choice, x, weight, None, y)
+    else:
+        run(choice, x, weight, None, y)
+
+
+def compile_share(
+    cases: list[tuple[int, int, bool]], rows: list[int], kinds: Sequence[str], part: int, parts: int
+) -> None:
     """Compile every parts-th distinct kernel by running it once on a short weight matrix."""
-    distinct: dict[object, tuple[Gemv | Skinny, int, int, bool]] = {}
-    for n, k in shapes:
+    distinct: dict[object, tuple[Choice, int, int, bool, bool]] = {}
+    for n, k, gated in cases:
         for count in rows:
-            for choice in candidates(count, n, k):
+            for choice in candidates(count, n, k, gated, kinds):
                 head = n > 100_000
-                key = (choice, head, (count, k) if isinstance(choice, Gemv) else None)
-                distinct.setdefault(key, (choice, count, k, head))
-    for choice, count, k, head in list(distinct.values())[part::parts]:
+                key = (choice, head, gated, (count, k) if isinstance(choice, Gemv) else None)
+                distinct.setdefault(key, (choice, count, k, head, gated))
+    for choice, count, k, head, gated in list(distinct.values())[part::parts]:
         x = torch.zeros(count, k, dtype=torch.bfloat16, device="cuda")
         weight = torch.zeros(256, k, dtype=torch.bfloat16, device="cuda")
-        y = torch.empty(count, 256, dtype=torch.float32 if head else torch.bfloat16, device="cuda")
+        width = 128 if gated else 256
+        y = torch.empty(count, width, dtype=torch.float32 if head else torch.bfloat16, device="cuda")
         try:
-            run(choice, x, weight, None, y)
+            call(choice, x, weight, y, gated)
         except Exception as error:
             print("cannot compile", choice, repr(error)[:200], file=sys.stderr)
 
 
-def tune(n: int, k: int, rows: int, weights: list[torch.Tensor]) -> dict[str, object]:
+def tune(
+    n: int, k: int, gated: bool, rows: int, weights: list[torch.Tensor], kinds: Sequence[str]
+) -> dict[str, object]:
     """The table entry of one shape and row count, with its time and cuBLAS's in microseconds."""
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     dtype = torch.float32 if n > 100_000 else torch.bfloat16  # the vocabulary projection returns fp32
     y = torch.empty(rows, n, dtype=dtype, device="cuda")
     expected = x.float() @ weights[0].float().t()
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :n]) * expected[:, n:]
     many = [weights[i % len(weights)] for i in range(max(len(weights), 8))]
-    if dtype == torch.float32:
+    if gated:
+        cublas = time_us([lambda w=w: silu_and_mul(torch.mm(x, w.t())) for w in many])
+    elif dtype == torch.float32:
         cublas = time_us([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in many])
     else:
         cublas = time_us([lambda w=w: torch.mm(x, w.t(), out=y) for w in many])
-    best: tuple[float, Gemv | Skinny | None] = (cublas, None)
-    for choice in candidates(rows, n, k):
+    best: tuple[float, Choice | None] = (cublas, None)
+    shown = []
+    for choice in candidates(rows, n, k, gated, kinds):
         try:
             y.fill_(float("nan"))
-            run(choice, x, weights[0], None, y)
+            call(choice, x, weights[0], y, gated)
             error = ((y.float() - expected).norm() / expected.norm()).item()
             if not error < 4e-3:
                 print("WRONG", n, k, rows, choice, error, flush=True)
                 continue
-            us = time_us([lambda w=w, c=choice: run(c, x, w, None, y) for w in many], 2.0)
+            us = time_us([lambda w=w, c=choice: call(c, x, w, y, gated) for w in many], 2.0)
         except Exception as failure:
             print("FAIL", n, k, rows, choice, repr(failure)[:150], flush=True)
             continue
+        shown.append(f"{us:.1f}")
         if us < best[0]:
             best = (us, choice)
-    us, choice = best
+    us, found = best
     entry: dict[str, object] = {"kind": "cublas"}
-    if isinstance(choice, Gemv):
-        entry = {"kind": "gemv", "bn": choice.bn, "bk": choice.bk, "warps": choice.warps}
-    elif isinstance(choice, Skinny):
-        entry = {
-            "kind": "skinny", "bm": choice.bm, "bn": choice.bn, "bk": choice.bk, "split": choice.split,
-            "swap": int(choice.swap), "stages": choice.stages, "warps": choice.warps,
-        }  # fmt: skip
-    rate = n * k * 2 / us / 1e6
-    print(f"{n}x{k} rows {rows}: {us:.2f} us ({rate / COPY_TBS:.0%}), cuBLAS {cublas:.2f}, {entry}", flush=True)
+    if found is not None:
+        fields = {name: int(value) for name, value in dataclasses.asdict(found).items()}
+        entry = {"kind": type(found).__name__.lower(), **fields}
+    rate = weights[0].numel() * 2 / us / 1e6
+    print(f"{'gated ' if gated else ''}{n}x{k} rows {rows}: {us:.2f} us ({rate / COPY_TBS:.0%}), cuBLAS {cublas:.2f}, ")
+    print(f"   {entry}; tried {' '.join(shown)}", flush=True)
     return {**entry, "us": round(us, 2), "cublas_us": round(cublas, 2)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES.values()))
+    parser.add_argument("--gated", default=",".join(f"{n}x{k}" for n, k in GATED.values()))
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new shapes after this long")
     parser.add_argument("--compile", default="", help="part/parts: only fill the compile cache")
     args = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    cases = [
+        (*map(int, shape.split("x")), gated)
+        for shapes, gated in ((args.shapes, False), (args.gated, True))
+        for shape in filter(None, shapes.split(","))
+    ]
     rows = [int(count) for count in args.rows.split(",")]
+    kinds = args.kinds.split(",")
     if args.compile:
         part, parts = map(int, args.compile.split("/"))
-        compile_share(shapes, rows, part, parts)  # type: ignore[arg-type]
+        compile_share(cases, rows, kinds, part, parts)
         return
     began = time.monotonic()
     workers = [
@@ -154,17 +218,20 @@ def main() -> None:
     for worker in workers:
         worker.wait()
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    table: dict[str, object] = {}
-    for n, k in shapes:
+    tables: dict[str, dict[str, object]] = {"linear": {}, "gated_linear": {}}
+    for n, k, gated in cases:
         if time.monotonic() - began > args.seconds:
             print(f"out of time before {n}x{k}", flush=True)
             break
-        copies = max(2, min(24, -(-(320 << 20) // (n * k * 2))))
-        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.05 for _ in range(copies)]
+        height = 2 * n if gated else n
+        copies = max(2, min(24, -(-(320 << 20) // (height * k * 2))))
+        weights = [torch.randn(height, k, device="cuda", dtype=torch.bfloat16) * 0.05 for _ in range(copies)]
         for count in rows:
-            table[f"rows={count},n={n},k={k}"] = tune(n, k, count, weights)
+            tables["gated_linear" if gated else "linear"][f"rows={count},n={n},k={k}"] = tune(
+                n, k, gated, count, weights, kinds
+            )
         del weights
-        save("tune_linear.json", {"linear": table})
+        save("tune_linear.json", tables)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engram_kernels.embedding.kernel import embedding
+from engram_kernels.gated_linear.kernel import gated_linear
 from engram_kernels.launch import multiprocessors
-from engram_kernels.linear.kernel import MAX_ROWS, Gemv, linear, plan, run
+from engram_kernels.linear.kernel import MAX_ROWS, Gemv, Stream, linear, plan, run, run_gated
 from engram_kernels.logits.kernel import logits
 from engram_kernels.rms_norm.kernel import add_rms_norm, rms_norm
 from engram_kernels.rms_norm.reference import rms_norm as rms_norm_reference
@@ -104,6 +105,46 @@ def test_every_shipped_tuning(key: str) -> None:
         assert relative_error(y, expected) < 1e-3
     if isinstance(choice, Gemv):
         assert choice.bk * 4 >= k
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize(("bk", "split", "stages"), [(128, 1, 4), (128, 3, 3), (64, 2, 8), (256, 1, 3)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_stream(rows: int, bk: int, split: int, stages: int, gated: bool, bias: bool) -> None:
+    k, n = 1536, 1000
+    x, weight = _random(rows, k), _random(2 * n if gated else n, k, scale=0.05)
+    b = _random(weight.shape[0]) if bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :n]) * expected[:, n:]
+    choice = Stream(max(8, 1 << (rows - 1).bit_length()), bk, split, stages)
+    if gated and choice.bm == 64 and bk == 256:
+        return  # does not fit into shared memory
+    for _ in range(2):  # twice: the first call must leave the counters at zero
+        y = torch.full((rows, n), float("nan"), device="cuda", dtype=BF16)
+        (run_gated if gated else run)(choice, x, weight, b, y)
+        assert relative_error(y, expected) < 3e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 40, 64, 100])
+@pytest.mark.parametrize(("n", "k"), [(3072, 1024), (12288, 4096), (1024, 1536), (100, 96)])
+def test_gated_linear(rows: int, n: int, k: int) -> None:
+    x, weight = _random(rows, k), _random(2 * n, k, scale=0.05)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    assert relative_error(gated_linear(x, weight), torch.nn.functional.silu(gate) * up) < 4e-3
+
+
+GATED_TUNED = sorted(load_table("nvidia_h200").get("gated_linear", {}))
+
+
+@pytest.mark.parametrize("key", GATED_TUNED)
+def test_every_shipped_gated_tuning(key: str) -> None:
+    rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
+    for count in {rows, rows // 2 + 1}:
+        x, weight = _random(count, k), _random(2 * n, k, scale=0.05)
+        gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
+        assert relative_error(gated_linear(x, weight), torch.nn.functional.silu(gate) * up) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64, MAX_ROWS + 1])

@@ -144,24 +144,35 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_company_swaps_and_prefix_hits_agree_with_fp32(family: str, cases: dict[str, Case]) -> None:
+    """A token whose expert or best choice is a near-tie in bf16 goes another way, here and in torch's own ops: one
+    set of prompts says little (0.024 to 0.059 on MoE Granite, torch 0.027 to 0.060), so four are taken together."""
     case = cases[family]
-    prompts = prompts_for(3, 12)
     vocab = case.ours.spec.vocab_size
-    executor = make_executor(case, seqs=6, window=160, tokens=192)
-    engine = make_engine(executor, vocab, seqs=6, budget=48)
-    got = serve(engine, prompts, [GREEDY], 3)
-    stats = engine.stats()
-    assert stats.preemptions_swapped > 0
-    assert stats.prefix_hit_tokens > 0 or case.ours.spec.state is not None  # states are kept at boundaries only
-    assert executor.recorded > 1
-    geometry = plan_caches(case.plain.spec, CacheRequest(6, 160, 192, 6, 16), 1 << 32)
-    host = Executor(case.plain, case.plain_ops, geometry, CUDA)
-    theirs = serve(make_engine(host, vocab, seqs=6, budget=48), prompts, [GREEDY], 3)
-    ours, plain = judge(case, prompts, got), judge(case, prompts, theirs)
-    print(f"{executor.recorded} graphs", end=", ")
+    scores: list[tuple[float, float]] = []
+    swapped = hits = 0
+    for seed in (3, 4, 5, 6):
+        prompts = prompts_for(seed, 12)
+        executor = make_executor(case, seqs=6, window=160, tokens=192)
+        engine = make_engine(executor, vocab, seqs=6, budget=48)
+        got = serve(engine, prompts, [GREEDY], seed)
+        swapped += engine.stats().preemptions_swapped
+        hits += engine.stats().prefix_hit_tokens
+        assert executor.recorded > 1
+        assert 0 <= int(executor._tables.last[-1]) < vocab
+        geometry = plan_caches(case.plain.spec, CacheRequest(6, 160, 192, 6, 16), 1 << 32)
+        host = Executor(case.plain, case.plain_ops, geometry, CUDA)
+        theirs = serve(make_engine(host, vocab, seqs=6, budget=48), prompts, [GREEDY], seed)
+        scores += [judge(case, prompts, got), judge(case, prompts, theirs)]
+        executor.close()
+        host.close()
+    assert swapped > 0
+    assert hits > 0 or case.ours.spec.state is not None  # states are kept at boundaries only
+    ours, plain = (
+        ((sum(e**2 for e, _ in part) / len(part)) ** 0.5, sum(same for _, same in part) / len(part))
+        for part in (scores[::2], scores[1::2])
+    )
     print(f"{family}: error {ours[0]:.2e} (torch {plain[0]:.2e}), first choice {ours[1]:.3f} (torch {plain[1]:.3f})")
     assert ours[0] < 1.3 * plain[0] + 2e-3
-    assert 0 <= int(executor._tables.last[-1]) < vocab
     assert ours[1] > plain[1] - 0.06
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.experts.kernel import experts
+from engram_kernels.experts.reference import experts as experts_reference
 from engram_kernels.route.kernel import route
 from engram_kernels.route.reference import route as route_reference
 from tests.support.kernel_cases import relative_error
@@ -41,6 +42,20 @@ def test_experts(tokens: int, count: int, width: int, inner: int, top: int) -> N
     assert relative_error(experts(x, w_in, w_out, weights, ids), expected) < 6e-3
     base = torch.randn(tokens, width, device="cuda").to(BF16)
     assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base.float()) < 6e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64, 200])
+def test_a_shared_expert_rides_along(tokens: int) -> None:
+    count, width, inner, top = 64, 1536, 512, 6
+    x = torch.randn(tokens, width, device="cuda").to(BF16)
+    w_in = (torch.randn(count, 2 * inner, width, device="cuda") * 0.03).to(BF16)
+    w_out = (torch.randn(count, width, inner, device="cuda") * 0.03).to(BF16)
+    s_in = (torch.randn(4 * inner, width, device="cuda") * 0.03).to(BF16)
+    s_out = (torch.randn(width, 2 * inner, device="cuda") * 0.03).to(BF16)
+    weights, ids = route_reference(torch.randn(tokens, count, device="cuda"), top, "softmax_topk", True)
+    wide = [t.float() for t in (x, w_in, w_out)]
+    expected = experts_reference(*wide, weights, ids, None, (s_in.float(), s_out.float()))
+    assert relative_error(experts(x, w_in, w_out, weights, ids, None, (s_in, s_out)), expected) < 6e-3
 
 
 def test_experts_capture_into_a_graph() -> None:

@@ -10,7 +10,9 @@ import torch
 from engram_kernels import StepMetadata
 from engram_kernels.launch import capability
 from engram_kernels.paged_attention import hopper, kernel
-from tests.support.kernel_cases import attention_fp64, filled_cache, make_step, relative_error
+from engram_kernels.rope_append.reference import rope_append as rope_append_reference
+from engram_kernels.rope_attention.kernel import rope_attention
+from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
 
 HEADS = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (9, 3, 64), (12, 4, 128), (8, 8, 96)]  # H, K, D
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
@@ -91,6 +93,30 @@ def test_one_graph_serves_every_length() -> None:
         graph.replay()
         now = dataclasses.replace(meta, seq_lens_host=tuple(lengths))
         assert relative_error(out, attention_fp64(q, kv, now, 0.088)) < 6e-3
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 128), (12, 4, 128), (9, 3, 64)])
+@pytest.mark.parametrize("seqs", [DECODES, [(1, 513)], [(1, 512 + n) for n in range(64)]], ids=["mixed", "one", "64"])
+def test_rotation_and_append_inside_attention(seqs: Sequences, heads: int, kv_heads: int, dim: int, norm: bool) -> None:
+    meta, pool = make_step(seqs, device="cuda")
+    kv = filled_cache(meta, pool, kv_heads, dim, torch.bfloat16)
+    kv[:, meta.slots // 16, :, meta.slots % 16] = float("nan")  # what the step itself has to append
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    wide = torch.randn(meta.num_tokens, sum(sizes), device="cuda", dtype=torch.bfloat16)
+    q, k, v = (part.view(meta.num_tokens, -1, dim) for part in wide.split(sizes, dim=-1))
+    angle = torch.randn(40000, dim // 2, device="cuda")
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
+    weights = [torch.randn(dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)] if norm else []
+    expected_kv = kv.float()
+    out = rope_attention(q, k, v, cos_sin, kv, meta, dim**-0.5, *weights)
+    wider = [weight.float() for weight in weights]
+    rotated = rope_append_reference(
+        q.float(), k.float(), v.float(), meta.positions, cos_sin, expected_kv, meta.slots, *wider
+    )
+    assert relative_error(out, attention_fp64(rotated.to(q.dtype), expected_kv.to(q.dtype), meta, dim**-0.5)) < 6e-3
+    appended = [cache[:, meta.slots // 16, :, meta.slots % 16] for cache in (kv, expected_kv)]
+    assert relative_error(*appended) < 3e-3
 
 
 def test_dependent_launch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

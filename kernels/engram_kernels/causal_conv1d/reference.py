@@ -16,7 +16,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Te
     """x [T, C], weight [C, W], bias [C] or None -> silu(conv(x)) [T, C] in x's dtype.
 
     conv_state [slots, C, W - 1] (a view of one layer is fine) is read where `has_state` is set, taken as zeros where
-    it is not, and written in place at `state_slots`; other slots do not change.
+    it is not, and written at `written_slots`; other slots do not change.
     """
     window = torch.where(meta.has_state[:, None, None], conv_state[meta.state_slots], 0.0).to(x.dtype)
     taps, bias_fp32 = weight.float(), None if bias is None else bias.float()
@@ -38,5 +38,5 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Te
         start = end
     if not pieces:
         return torch.empty_like(x)
-    conv_state[meta.state_slots] = torch.cat(tails).to(conv_state.dtype)
+    conv_state[meta.written_slots] = torch.cat(tails).to(conv_state.dtype)
     return F.silu(torch.cat(pieces)).to(x.dtype)

@@ -4,7 +4,8 @@ Every (token, choice) pair gets a place in a list sorted by expert and padded pe
 each tile of a product reads one expert's weights. The list is built in two launches over parts of the pairs, counts
 first, then places: no sort, no atomics (results do not depend on timing), nothing waits for the device. Gate and up are
 computed side by side in one program and leave as silu(gate) * up. A handful of tokens takes the shorter way of
-`direct.py`. Sources: vLLM's fused_moe and its H200 tile choices.
+`direct.py`, the rest of a decode step that of `small.py`; a shared expert rides along in both.
+Sources: vLLM's fused_moe and its H200 tile choices.
 Measured on an H200, 64 experts of 1,536 x 512, 6 a token: 1 / 8 / 64 tokens in 10.5 / 48 / 93 us (63 / 80 / 76 % of
 the copy rate for the weights reached), 8,192 tokens in 585 us (397 TFLOP/s).
 """
@@ -17,12 +18,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engram_kernels.experts.direct import down_tokens, gate_up_pairs
+from engram_kernels.experts.direct import down_pairs, gate_up_pairs
+from engram_kernels.experts.small import down_small, gate_up_small, list_tokens
+from engram_kernels.gated_linear.kernel import gated_linear
 from engram_kernels.launch import dependent_launch, next_power_of_2
+from engram_kernels.linear.kernel import linear
 from engram_kernels.tuning import tuned
 
 SCAN = 128
 """Pairs that one program of the grouping counts and places."""
+SMALL_PAIRS = 512
+"""A step of so many pairs goes to `small.py`."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -146,9 +152,12 @@ def _down(
 
 @triton.jit
 def _sum(
-    parts, base, y, M: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, USE_PDL: tl.constexpr
+    parts, base, y, pairs,
+    M: tl.constexpr, TOP: tl.constexpr, NS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part): sum over the token's choices, in order, plus base [T, M]."""
+    """Program (token, part): sum over the token's choices, in order, its NS slices of a shared expert (after all
+    pairs), plus base [T, M]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -157,38 +166,92 @@ def _sum(
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP):
         total += tl.load(parts + (t * TOP + i) * M + m, mask=m < M, other=0.0).to(tl.float32)
+    for j in tl.static_range(NS):
+        total += tl.load(parts + (pairs + t * NS + j) * M + m, mask=m < M, other=0.0).to(tl.float32)
     if BASE:
         total += tl.load(base + t * M + m, mask=m < M, other=0.0).to(tl.float32)
     tl.store(y + t * M + m, total.to(y.dtype.element_ty), mask=m < M)
 
 
-def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None) -> Tensor:
-    """x [T, M], w_in [E, 2F, M], w_out [E, M, F] contiguous, weights and ids [T, k], base [T, M] or None -> [T, M]; as
-    the reference."""
+def experts(
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    base: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """x [T, M], w_in [E, 2F, M], w_out [E, M, F] contiguous, weights and ids [T, k], base [T, M] or None, shared
+    ([2S, M], [M, S]) or None -> [T, M]; as the reference."""
     tokens, width = x.shape
     count, _, inner = w_out.shape
     top = ids.shape[1]
     pairs = tokens * top
-    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if not tokens:
-        return y
+        return torch.empty_like(x)
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.float().contiguous()
+    direct = tuned("experts", {"size": "direct"})
+    few = tokens <= direct["tokens"] and width <= 8192
+    slices = 0
+    if shared is not None:
+        fits = (few or pairs <= SMALL_PAIRS) and shared[1].shape[1] % inner == 0
+        if fits and all(weight.is_contiguous() for weight in shared):
+            slices = shared[1].shape[1] // inner
+        else:
+            always = linear(gated_linear(x, shared[0]), shared[1])
+            base = always if base is None else base + always
     some_base = x if base is None else base.contiguous()
+    extra_in, extra_out = shared if shared is not None and slices else (w_in, w_out)
+    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     pdl = dependent_launch(x)
     kwargs = {"launch_pdl": True} if pdl else {}
-    direct = tuned("experts", {"size": "direct"})
-    if tokens <= direct["tokens"] and width <= 8192:
-        hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-        gate_up_pairs[(pairs, -(-inner // direct["bn"]))](
-            x, w_in, hidden, ids, x.stride(0), top, width, next_power_of_2(width), inner, direct["bn"], pdl,
-            num_warps=direct["warps"], **kwargs,
+    rows = pairs + tokens * slices
+    parts = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if few:
+        hidden = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+        gate_up_pairs[(rows, -(-inner // direct["bn"]))](
+            x, w_in, extra_in, hidden, ids, pairs, x.stride(0), top, slices, width, next_power_of_2(width), inner,
+            direct["bn"], pdl, num_warps=direct["warps"], **kwargs,
         )  # fmt: skip
-        down_tokens[(tokens, -(-width // direct["bn_down"]))](
-            hidden, w_out, weights, ids, some_base, y, top, width, inner, next_power_of_2(inner), direct["bn_down"],
-            base is not None, pdl, num_warps=direct["warps"], **kwargs,
+        down_pairs[(rows, -(-width // direct["bn_down"]))](
+            hidden, w_out, extra_out, weights, ids, parts, pairs, slices, width, inner, next_power_of_2(inner),
+            direct["bn_down"], pdl, num_warps=direct["warps"], **kwargs,
         )  # fmt: skip
-        return y
+    elif pairs <= SMALL_PAIRS:
+        hidden = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+        config = tuned("experts", {"size": "small"})
+        lists = torch.empty(count + slices, tokens, dtype=torch.int32, device=x.device)
+        counts = torch.empty(count + slices, dtype=torch.int32, device=x.device)
+        list_tokens[(count + slices,)](
+            ids, lists, counts, tokens, pairs, count, slices, tokens, next_power_of_2(pairs), pdl, num_warps=1, **kwargs
+        )
+        shape = (width, inner, count, tokens, config["bm"])
+        gate_up_small[(-(-inner // config["bn"]), count + slices)](
+            x, w_in, extra_in, hidden, lists, counts, pairs, x.stride(0), top, slices, *shape, config["bn"],
+            config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        )  # fmt: skip
+        down_small[(-(-width // config["bn_down"]), count + slices)](
+            hidden, w_out, extra_out, weights, parts, lists, counts, pairs, slices, *shape, config["bn_down"],
+            config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        )  # fmt: skip
+    else:
+        _grouped(x, w_in, w_out, weights, ids, parts)
+    _sum[(tokens, -(-width // 1024))](
+        parts, some_base, y, pairs, width, top, slices, 1024, base is not None, pdl, num_warps=4, **kwargs
+    )
+    return y
+
+
+def _grouped(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, parts: Tensor) -> None:
+    """Weighted outputs of all pairs into parts [pairs, M], by way of a list sorted by expert."""
+    tokens, width = x.shape
+    count, _, inner = w_out.shape
+    top = ids.shape[1]
+    pairs = tokens * top
+    pdl = dependent_launch(x)
+    kwargs = {"launch_pdl": True} if pdl else {}
     per_expert = pairs / count
     size = "decode" if per_expert <= 16 else "chunk" if per_expert <= 96 else "prefill"
     config = tuned("experts", {"size": size})
@@ -202,7 +265,6 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
     order = torch.empty(tiles * bm, dtype=torch.int32, device=x.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty(tiles * bm, inner, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     _count[(groups,)](ids, counts, pairs, padded, scan, pdl, num_warps=4, **kwargs)
     _place[(groups,)](
         ids, counts, totals, order, tile_expert, pairs, groups, count, padded, bm, scan, min(32, 4096 // padded), pdl,
@@ -216,7 +278,3 @@ def experts(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor
         hidden, w_out, weights, parts, order, tile_expert, totals, pairs, width, inner, count, padded, bm,
         config["bn_down"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
     )  # fmt: skip
-    _sum[(tokens, -(-width // 1024))](
-        parts, some_base, y, width, top, 1024, base is not None, pdl, num_warps=4, **kwargs
-    )
-    return y

@@ -1,8 +1,9 @@
-"""Linear layers: a GEMV, a split-K tile kernel or cuBLAS, chosen per shape and row count by the tuning table.
+"""Linear layers: a GEMV, a weight stream, a split-K tile kernel or cuBLAS, by the tuning table for shape and rows.
 
 Up to 64 rows (decode) reading the weights is everything and our kernels win or tie; above, cuBLAS wins by up to 60 %
 and is used (figures: docs/performance.md). Shapes that no table lists get the rules of `plan`. All choices are made
-from shapes: nothing waits for the device, everything captures into a CUDA graph.
+from shapes: nothing waits for the device, everything captures into a CUDA graph. A gated layer (silu(gate) * up of
+one product) has its own kernels and its own choices, because its activation costs no launch there.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engram_kernels.launch import dependent_launch, multiprocessors
-from engram_kernels.linear.gemv import gemv
+from engram_kernels.linear.gemv import gated_gemv, gemv
 from engram_kernels.linear.skinny import skinny
+from engram_kernels.linear.stream import BN, stream, supports
 from engram_kernels.tuning import tuned_or_none
 
 MAX_ROWS = 64
 """Above this many rows cuBLAS is always used."""
 
-__all__ = ["MAX_ROWS", "Gemv", "Skinny", "linear", "plan", "run"]
+__all__ = ["MAX_ROWS", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse", "plan", "run", "run_gated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,18 @@ class Skinny:
     warps: int
 
 
-Plan = Gemv | Skinny | None
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """BM tokens, weight tiles of 64 x BK over 1 / split of K (which BK * split must divide); at most `stages` in
+    flight. Hopper only."""
+
+    bm: int
+    bk: int
+    split: int
+    stages: int
+
+
+Plan = Gemv | Skinny | Stream | None
 """None: cuBLAS."""
 
 
@@ -59,9 +74,9 @@ def plan(rows: int, n: int, k: int, sms: int) -> Plan:
         return None
     entry = tuned_or_none("linear", f"rows={bucket},n={n},k={k}")
     if entry is not None:
-        return _parse(entry)
+        return parse(entry)
     if rows <= 2:
-        return _gemv_rule(k)
+        return gemv_rule(k)
     bk = 128
     if k % bk or k < 512:
         return None
@@ -74,7 +89,7 @@ def plan(rows: int, n: int, k: int, sms: int) -> Plan:
     return Skinny(bm, bn, bk, split, bucket < 64, 4, 4)
 
 
-def _gemv_rule(k: int) -> Plan:
+def gemv_rule(k: int) -> Gemv | None:
     """Whole rows in registers: 32 to 48 registers of packed weights a thread."""
     for tiles in (1, 2, 3, 4):
         if k % tiles == 0 and (k // tiles) & (k // tiles - 1) == 0 and 256 <= k // tiles <= 4096:
@@ -86,16 +101,19 @@ def _gemv_rule(k: int) -> Plan:
     return Gemv(2, bk, 8 if k > 8192 else 4)
 
 
-def _parse(entry: dict[str, int | str]) -> Plan:
+def parse(entry: dict[str, int | str]) -> Plan:
+    """The choice that a tuning entry names."""
     kind = entry["kind"]
     fields = {name: int(value) for name, value in entry.items() if name not in ("kind", "us", "cublas_us")}
     if kind == "gemv":
         return Gemv(**fields)
     if kind == "skinny":
         return Skinny(**{**fields, "swap": bool(fields["swap"])})  # type: ignore[arg-type]
+    if kind == "stream":
+        return Stream(**fields)
     if kind == "cublas":
         return None
-    raise ValueError(f"kind of a linear tuning entry must be gemv, skinny or cublas, got {kind!r}")
+    raise ValueError(f"kind of a linear tuning entry must be gemv, skinny, stream or cublas, got {kind!r}")
 
 
 @functools.cache
@@ -104,8 +122,50 @@ def _counters(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(16384, dtype=torch.int32, device=device)
 
 
-def run(choice: Gemv | Skinny, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+def _counters_of(x: Tensor) -> Tensor:
+    return _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+
+
+@functools.cache
+def _tile_layout(rows: int, bk: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, bk], element)
+
+
+def _run_stream(choice: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool) -> None:
+    rows, k = x.shape
+    n = y.shape[1]
+    part, count = y, y
+    if choice.split > 1:
+        part = torch.empty(choice.split, 1 + gated, rows, n, dtype=torch.float32, device=x.device)
+        count = _counters_of(x)
+    steps = k // (choice.bk * choice.split)
+    w_tiles = TensorDescriptor.from_tensor(weight, [BN, choice.bk], _tile_layout(BN, choice.bk, weight.dtype))
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk], _tile_layout(choice.bm, choice.bk, x.dtype))
+    stream[(-(-n // BN), choice.split)](
+        w_tiles, x_tiles, weight if bias is None else bias, y, part, count, rows, n, y.stride(0), steps, choice.split,
+        min(choice.stages, steps), gated, bias is not None, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def run_gated(choice: Gemv | Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Write silu(gate) * up of x [rows, K] @ weight [2F, K]^T + bias (gate rows first) into y [rows, F]."""
+    if isinstance(choice, Stream):
+        _run_stream(choice, x, weight, bias, y, True)
+        return
+    rows, k = x.shape
+    pdl = dependent_launch(x)
+    gated_gemv[(-(-y.shape[1] // choice.bn),)](
+        x, weight, weight if bias is None else bias, y, y.shape[1], x.stride(0), y.stride(0), rows, k, choice.bn,
+        choice.bk, bias is not None, pdl, num_warps=choice.warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def run(choice: Gemv | Skinny | Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Write x [rows, K] @ weight [N, K]^T + bias into y [rows, N] (any float dtype) with one of our kernels."""
+    if isinstance(choice, Stream):
+        _run_stream(choice, x, weight, bias, y, False)
+        return
     rows, k = x.shape
     n = weight.shape[0]
     pdl = dependent_launch(x)
@@ -120,7 +180,7 @@ def run(choice: Gemv | Skinny, x: Tensor, weight: Tensor, bias: Tensor | None, y
     part, count = y, y
     if choice.split > 1:
         part = torch.empty(choice.split, rows, n, dtype=torch.float32, device=x.device)
-        count = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+        count = _counters_of(x)
     skinny[(-(-n // choice.bn), choice.split, -(-rows // choice.bm))](
         x, weight, some_bias, y, part, count, rows, n, k, x.stride(0), y.stride(0), choice.bm, choice.bn, choice.bk,
         choice.split, choice.swap, choice.stages, bias is not None, pdl, num_warps=choice.warps, **kwargs,
@@ -138,6 +198,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     flat = x.reshape(rows, -1)
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
+    if isinstance(choice, Stream) and not supports(flat, weight):
+        return F.linear(x, weight, bias)
     y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
     run(choice, flat, weight, bias, y)
     return y.view(*x.shape[:-1], weight.shape[0])

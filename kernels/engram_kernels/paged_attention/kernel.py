@@ -8,6 +8,8 @@ nothing waits for the device, and the decode part captures into a CUDA graph tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,19 @@ from engram_kernels.tuning import tuned
 
 SHORT_CHUNK = 128
 """Chunks of at most this many tokens go to `split_kv`: the prefill kernels' blocks would be mostly empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Keys and values [T, K, D] of decodes that are not in the cache yet, and how they and the queries are normed and
+    rotated (see `rope_attention`)."""
+
+    k: Tensor
+    v: Tensor
+    cos_sin: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
 
 
 def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> Tensor:
@@ -31,13 +46,13 @@ def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> 
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     decodes = meta.num_decodes
     if decodes:
-        _split(q, kv, out, meta, 0, decodes, decodes, 1, scale)
+        split(q, kv, out, meta, 0, decodes, decodes, 1, scale)
     query_lens = meta.query_lens_host[decodes:]
     if query_lens:
         longest = max(query_lens)
         if longest <= SHORT_CHUNK:
             block = max(2, 64 * kv.shape[2] // heads)  # 1 is the decode form: one token a sequence
-            _split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
+            split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
         elif capability(q)[0] == 9 and hopper.supports(q, kv):
             hopper.prefill_hopper(
                 q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables, decodes, query_lens, scale
@@ -47,7 +62,7 @@ def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> 
     return out
 
 
-def _split(
+def split(
     q: Tensor,
     kv: Tensor,
     out: Tensor,
@@ -57,6 +72,7 @@ def _split(
     tokens: int,
     block: int,
     scale: float,
+    fresh: Fresh | None = None,
 ) -> None:
     """Sequences [first, first + count), which hold `tokens` new tokens, `block` tokens to a program."""
     heads, dim = q.shape[1:]
@@ -77,11 +93,15 @@ def _split(
     pdl = dependent_launch(q)
     kwargs = {"launch_pdl": True} if pdl else {}
     tile = config["keys"]
+    new = fresh or Fresh(q, q, None, None, None, 0.0)
     split_kv.attend[(kv_heads, tasks)](
-        q, kv, out, part, lse, meta.query_start, meta.seq_lens, meta.block_tables,
-        num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, count, target, q.stride(0),
-        scale * LOG2E, kv_heads, group, dim, padded_dim, rows, padded, block, tile, max(tile, 32), config["stages"],
-        pdl, num_warps=config["warps"], **kwargs,
+        q, kv, out, part, lse, meta.query_start, meta.seq_lens, meta.block_tables, new.k, new.v, meta.positions,
+        meta.slots, q if new.cos_sin is None else new.cos_sin, q if new.q_weight is None else new.q_weight,
+        q if new.k_weight is None else new.k_weight, num_blocks, meta.block_tables.stride(0),
+        meta.block_tables.shape[1], first, count, target, q.stride(0), new.k.stride(0), scale * LOG2E, new.eps,
+        kv_heads, group, dim, padded_dim, rows, padded, block, tile, max(tile, 32), config["stages"],
+        fresh is not None, 0 if new.cos_sin is None else new.cos_sin.shape[1] // 2, new.q_weight is not None, pdl,
+        num_warps=config["warps"], **kwargs,
     )  # fmt: skip
     # Decodes are the step's first tokens, chunks its last: the rows of these sequences are one range either way.
     token0 = 0 if first == 0 else q.shape[0] - tokens

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engram_kernels.rope_append.kernel import rotated_heads
+
 FAR = tl.constexpr(-1e30)  # finite: a row that sees no key yet must not make NaN out of inf - inf
 
 
@@ -75,17 +77,40 @@ def _tile(
     return top, den, acc
 
 
+@triton.jit
+def _append(
+    k, v, k_at, v_at, positions, slots, cos_sin, k_weight, row, stride, h, eps,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Key and value head h of one token, normed and rotated, into the cache; a negative slot appends nothing."""
+    one = h + tl.arange(0, 1)
+    d = tl.arange(0, DP)
+    cos = cos_sin
+    if HALF > 0:
+        cos = cos_sin + tl.load(positions + row) * (2 * HALF)
+    key = rotated_heads(k + row * stride, D, k_weight, cos, cos + HALF, one, H, eps, D, DP, HALF, NORM)
+    value = tl.load(v + row * stride + one[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    slot = tl.load(slots + row)
+    at = ((slot // 16 * H + one) * 16 + slot % 16)[:, None] * D + d[None, :]
+    keep = (d[None, :] < D) & (slot >= 0)
+    tl.store(k_at + at, key.to(k_at.dtype.element_ty), mask=keep)
+    tl.store(v_at + at, value.to(v_at.dtype.element_ty), mask=keep)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride", "table_width", "seq0", "num_seqs", "target"])
 def attend(
-    q, kv, out, part, lse, query_start, seq_lens, block_tables,
-    num_blocks, table_stride, table_width, seq0, num_seqs, target, q_stride, scale,
+    q, kv, out, part, lse, query_start, seq_lens, block_tables, k, v, positions, slots, cos_sin, q_weight, k_weight,
+    num_blocks, table_stride, table_width, seq0, num_seqs, target, q_stride, k_stride, scale, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SP: tl.constexpr,
-    QB: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    QB: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, t): piece t of the plan for KV head h. Rows are (token, query head of the group).
 
     A sequence in one piece is written to out [T, H * G, D]; otherwise the piece's normalised result goes to
     part [tasks, H, QB * G, D] and the log2 of its weight to lse [tasks, H, QB * G], for `combine`.
+    FRESH (decodes only): q, k, v come as they were projected. Every program norms and rotates its own queries; the one
+    whose piece ends the sequence appends the new key and value before it reads the cache, no other reads them.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -124,15 +149,30 @@ def attend(
         last = tl.maximum(tl.minimum(hi, table_width * 16) - 1, 0)
         n = tl.arange(0, BN)
         page = tl.load(pages + tl.minimum(lo + n, last) // 16)
+        k_at = kv
+        v_at = kv + num_blocks.to(tl.int64) * (H * 16 * D)
         if USE_PDL:
             gdc_wait()
-        qt = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=keep, other=0.0)
+        if FRESH:
+            if (hi == length) & (lo < hi):
+                _append(
+                    k, v, k_at, v_at, positions, slots, cos_sin, k_weight, tl.cast(q0, tl.int64), k_stride, h, eps, H,
+                    D, DP, HALF, NORM,
+                )  # fmt: skip
+                tl.debug_barrier()
+            cos = cos_sin
+            if HALF > 0:
+                cos = cos_sin + tl.load(positions + q0) * (2 * HALF)
+            heads = tl.where(live, head, H * G)
+            qt = rotated_heads(
+                q + tl.cast(q0, tl.int64) * q_stride, D, q_weight, cos, cos + HALF, heads, H * G, eps, D, DP, HALF, NORM
+            ).to(q.dtype.element_ty)
+        else:
+            qt = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=keep, other=0.0)
         m = tl.full((ROWS,), FAR, tl.float32)
         den = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DP), tl.float32)
 
-        k_at = kv
-        v_at = kv + num_blocks.to(tl.int64) * (H * 16 * D)
         whole = lo + tl.maximum(tl.minimum(hi, start + 1) - lo, 0) // BN * BN  # tiles every row sees in full
         for n0 in tl.range(lo, whole, BN, num_stages=STAGES):
             after = tl.load(pages + tl.minimum(n0 + BN + n, last) // 16)

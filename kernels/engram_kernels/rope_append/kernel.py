@@ -20,7 +20,7 @@ from engram_kernels.launch import dependent_launch, next_power_of_2
 
 
 @triton.jit
-def _heads(
+def rotated_heads(
     src, stride, weight, cos, sin, head, heads, eps,
     D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -70,13 +70,13 @@ def _rope_append(
     if part < parts_q:
         # Names of their own: a variable that has one shape here and another below does not compile.
         head_q = part * BH + tl.arange(0, BH)
-        query = _heads(q + t * q_stride, q_head, q_weight, cos, cos + HALF, head_q, H, eps, D, DP, HALF, NORM)
+        query = rotated_heads(q + t * q_stride, q_head, q_weight, cos, cos + HALF, head_q, H, eps, D, DP, HALF, NORM)
         keep_q = (head_q[:, None] < H) & (d[None, :] < D)
         tl.store(q_out + (t * H + head_q[:, None]) * D + d[None, :], query.to(q_out.dtype.element_ty), mask=keep_q)
     else:
         head = (part - parts_q) * BK + tl.arange(0, BK)
         keep = (head[:, None] < K) & (d[None, :] < D)
-        value = _heads(k + t * k_stride, k_head, k_weight, cos, cos + HALF, head, K, eps, D, DP, HALF, NORM)
+        value = rotated_heads(k + t * k_stride, k_head, k_weight, cos, cos + HALF, head, K, eps, D, DP, HALF, NORM)
         if APPEND:
             slot = tl.load(slots + t)
             keep = keep & (slot >= 0)  # a padding token of a captured graph has no slot

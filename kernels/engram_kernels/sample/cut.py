@@ -3,9 +3,11 @@
 Scaled logits are <= 0 (the row's maximum is subtracted), so the bits of their absolute value are integers in reversed
 order: a cut is the smallest 31-bit key whose logits reach the wanted count or mass, found by bisection. A whole
 vocabulary is too much for one program to read 31 times, so a row is first thinned by all programs together: `census`
-counts each chunk's logits above seven bounds, `compact` copies those above the lowest bound that CAP places can hold,
-in order of id (no atomics: sums do not depend on timing), and `solve` bisects among them in registers. When they cannot
-hold the cut (a very flat row), `solve` reads the whole row instead: slower, same answer.
+counts each chunk's logits above fifteen bounds. When the cut lies among few logits, `compact` copies all of those;
+when it lies deep in a flat row, `refine` cuts the level that holds it into sixteen slices and `compact` copies only the
+slice with the cut, of which everything above is known already. `solve` bisects among the copies in registers. There are
+no atomics, and copies are in order of id: sums do not depend on timing. When even a slice is too full (thousands of
+equal logits), `solve` reads the whole row instead: slower, same answer.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEVELS = 8  # seven bounds and everything
-CAP = 4096
+LEVELS = 16  # fifteen bounds and everything
+SLICES = 16
+CAP = 8192
 """Logits of a row that `solve` holds in registers."""
 EVERYTHING = tl.constexpr(2147483647)
 """The key that keeps every token."""
@@ -38,10 +41,9 @@ def key_of(scaled):
 
 @triton.jit
 def _bounds(level):
-    """How far below the maximum each level reaches: 0.5, 1, 2, 4, 6, 9, 14, everything."""
-    low = tl.where(level == 0, 0.5, tl.where(level == 1, 1.0, tl.where(level == 2, 2.0, 4.0)))
-    high = tl.where(level == 4, 6.0, tl.where(level == 5, 9.0, tl.where(level == 6, 14.0, float("inf"))))
-    return tl.where(level < 4, low, high)
+    """How far below the maximum each level reaches: 0.5 to 6 by 0.5, 8, 10, 14, everything."""
+    far = tl.where(level == 12, 8.0, tl.where(level == 13, 10.0, tl.where(level == 14, 14.0, float("inf"))))
+    return tl.where(level < 12, 0.5 * (level.to(tl.float32) + 1.0), far)
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def census(
     K: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): logits of the chunk above each level's bound, counts and masses [R, chunks, 8]."""
+    """Program (row, chunk): logits of the chunk above each level's bound, counts and masses [R, chunks, 16]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -74,32 +76,102 @@ def census(
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
         v = chunk * CHUNK + tl.arange(0, CHUNK)
         scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
-        level = tl.arange(0, 8)
+        level = tl.arange(0, 16)
         inside = (scaled[None, :] >= -_bounds(level)[:, None]) & (v < V)[None, :]
-        at = (row * CHUNKS + chunk) * 8 + level
+        at = (row * CHUNKS + chunk) * 16 + level
         tl.store(counts + at, tl.sum(inside.to(tl.int32), 1))
         if P:
             tl.store(masses + at, tl.sum(tl.where(inside, tl.exp(scaled)[None, :], 0.0), 1))
 
 
 @triton.jit
+def _totals(table, row, N: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """[N] sums over the chunks of a [R, chunks, N] table."""
+    c = tl.arange(0, CP)
+    n = tl.arange(0, N)
+    each = tl.load(table + (row * CHUNKS + c[:, None]) * N + n[None, :], mask=(c < CHUNKS)[:, None], other=0)
+    return tl.sum(each, 0)
+
+
+@triton.jit
+def _pick(values, i, N: tl.constexpr):
+    """Element i of a register vector, 0 for an index outside."""
+    return tl.sum(tl.where(tl.arange(0, N) == i, values, 0))
+
+
+@triton.jit
 def _level(counts, row, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
     """Lowest bound whose logits fit in LIMIT places (-1: none), and how many they are."""
-    c = tl.arange(0, CP)
-    level = tl.arange(0, 8)
-    each = tl.load(counts + (row * CHUNKS + c[:, None]) * 8 + level[None, :], mask=(c < CHUNKS)[:, None], other=0)
-    total = tl.sum(each, 0)
-    chosen = tl.sum(((total <= LIMIT) & (level < 7)).to(tl.int32), 0) - 1
-    return chosen, tl.sum(tl.where(level == chosen, total, 0), 0)
+    total = _totals(counts, row, 16, CHUNKS, CP)
+    chosen = tl.sum(((total <= LIMIT) & (tl.arange(0, 16) < 15)).to(tl.int32), 0) - 1
+    return chosen, _pick(total, chosen, 16)
+
+
+@triton.jit
+def _deep(masses, row, chosen, k, p, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """The level whose logits reach top-p's mass when those of level `chosen` do not; -1: they do, or top-k decides."""
+    total = _totals(masses, row, 16, CHUNKS, CP)
+    target = _pick(total, 15, 16) * p
+    first = tl.minimum(tl.sum((total < target).to(tl.int32), 0), 15)
+    above = _pick(total, first - 1, 16)
+    return tl.where((p < 1.0) & (k == 0) & (first > chosen), first, -1), target, above
+
+
+@triton.jit
+def _slices(level, i):
+    """The outer bound of slice i of a level, as a distance from the maximum; slice -1 ends where the level begins."""
+    inner = tl.where(level == 0, 0.0, _bounds(tl.maximum(level - 1, 0)))
+    outer = tl.where(level == 15, inner + 16.0, _bounds(level))
+    edge = inner + (outer - inner) * ((i + 1).to(tl.float32) / 16.0)
+    return tl.where((i == 15) & (level == 15), float("inf"), tl.where(i == 15, outer, edge))
+
+
+@triton.jit
+def refine(
+    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, V,
+    K: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk) of a row whose top-p cut is deep: logits of the cut's level above each slice's outer bound,
+    [R, chunks, 16]."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    t = tl.load(temperature + row)
+    k, p = _asked(top_k, top_p, row, V, K, True)
+    if (t > 0.0) & (k == 0) & (p < 1.0):
+        chosen, _ = _level(counts, row, LIMIT, CHUNKS, CP)
+        deep, _, _ = _deep(masses, row, chosen, k, p, CHUNKS, CP)
+        if deep >= 0:
+            v = chunk * CHUNK + tl.arange(0, CHUNK)
+            scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+            i = tl.arange(0, 16)
+            begun = (deep == 0) | (scaled < -_slices(deep, tl.full((), -1, tl.int32)))
+            inside = (scaled[None, :] >= -_slices(deep, i)[:, None]) & (begun & (v < V))[None, :]
+            at = (row * CHUNKS + chunk) * 16 + i
+            tl.store(slice_counts + at, tl.sum(inside.to(tl.int32), 1))
+            tl.store(slice_masses + at, tl.sum(tl.where(inside, tl.exp(scaled)[None, :], 0.0), 1))
+
+
+@triton.jit
+def _slice(slice_counts, slice_masses, row, wanted, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """The slice that reaches the mass still wanted, the mass of the slices before it, and its count."""
+    mass = _totals(slice_masses, row, 16, CHUNKS, CP)
+    count = _totals(slice_counts, row, 16, CHUNKS, CP)
+    i = tl.minimum(tl.sum((mass < wanted).to(tl.int32), 0), 15)
+    return i, _pick(mass, i - 1, 16), _pick(count, i, 16) - _pick(count, i - 1, 16)
 
 
 @triton.jit
 def compact(
-    shaped, tops, temperature, top_k, top_p, counts, kept, V,
+    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, kept, V,
     K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): copy the chunk's scaled logits above the row's bound to kept [R, LIMIT], in id order."""
+    """Program (row, chunk): copy the chunk's scaled logits above the row's bound, or those of the slice with a deep
+    cut, to kept [R, LIMIT] in id order."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -108,15 +180,24 @@ def compact(
     t = tl.load(temperature + row)
     k, p = _asked(top_k, top_p, row, V, K, P)
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
-        level, _ = _level(counts, row, LIMIT, CHUNKS, CP)
-        if level >= 0:
-            c = tl.arange(0, CP)
-            before = tl.sum(tl.load(counts + (row * CHUNKS + c) * 8 + level, mask=c < chunk, other=0), 0)
-            v = chunk * CHUNK + tl.arange(0, CHUNK)
-            scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
-            inside = (scaled >= -_bounds(level)) & (v < V)
-            place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(kept + row * LIMIT + place, scaled, mask=inside)
+        level, held = _level(counts, row, LIMIT, CHUNKS, CP)
+        c = tl.arange(0, CP)
+        v = chunk * CHUNK + tl.arange(0, CHUNK)
+        scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+        before = tl.sum(tl.load(counts + (row * CHUNKS + c) * 16 + level, mask=(c < chunk) & (level >= 0), other=0), 0)
+        inside = (scaled >= -_bounds(level)) & (v < V) & (level >= 0)
+        if P:
+            deep, target, above = _deep(masses, row, level, k, p, CHUNKS, CP)
+            if deep >= 0:
+                i, _, held = _slice(slice_counts, slice_masses, row, target - above, CHUNKS, CP)
+                at = slice_counts + (row * CHUNKS + c) * 16 + i
+                before = tl.sum(tl.load(at, mask=c < chunk, other=0), 0)
+                before -= tl.sum(tl.load(at - 1, mask=(c < chunk) & (i > 0), other=0), 0)
+                inner = -_slices(deep, i - 1)
+                begun = ((deep == 0) & (i == 0)) | (scaled < inner)
+                inside = (scaled >= -_slices(deep, i)) & begun & (v < V) & (held <= LIMIT)
+        place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(kept + row * LIMIT + place, scaled, mask=inside)
 
 
 @triton.jit
@@ -137,7 +218,7 @@ def _reach(shaped, tops, row, V, t, key, within, MASS: tl.constexpr, LIMIT: tl.c
 
 @triton.jit
 def solve(
-    shaped, tops, temperature, top_k, top_p, counts, masses, kept, cut, V,
+    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, kept, cut, V,
     K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +231,20 @@ def solve(
     k, p = _asked(top_k, top_p, row, V, K, P)
     answer = 2147483647
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
-        _, held = _level(counts, row, LIMIT, CHUNKS, CP)
-        i = tl.arange(0, LIMIT)
-        scaled = tl.load(kept + row * LIMIT + i, mask=i < held, other=float("-inf"))
-        key = tl.where(i < held, key_of(scaled), 2147483647)
+        level, held = _level(counts, row, LIMIT, CHUNKS, CP)
+        base = 0.0  # mass of what lies above the copies
+        target = 0.0
+        deep = -1
+        if P:
+            deep, target, above = _deep(masses, row, level, k, p, CHUNKS, CP)
+            if deep >= 0:
+                _, base, held = _slice(slice_counts, slice_masses, row, target - above, CHUNKS, CP)
+                base += above
         enough = held >= k  # level -1 holds nothing
+        fits = held <= LIMIT
+        i = tl.arange(0, LIMIT)
+        scaled = tl.load(kept + row * LIMIT + i, mask=(i < held) & fits, other=float("-inf"))
+        key = tl.where((i < held) & fits, key_of(scaled), 2147483647)
         if K and k > 0:
             low = 0
             high = 2147483647
@@ -169,23 +259,24 @@ def solve(
                 low = tl.where(reached, low, middle + 1)
             answer = high
         if P and p < 1.0:
-            weight = tl.where(key <= answer, tl.exp(scaled), 0.0)
+            weight = tl.where((key <= answer) & (key < 2147483647), tl.exp(scaled), 0.0)
             inner = tl.sum(weight, 0)
             if k > 0:
                 target = inner * p
                 if not enough:
                     target = p * _reach(shaped, tops, row, V, t, answer, answer, True, LIMIT, CHUNKS, CP)
             else:
-                c = tl.arange(0, CP)
-                total = tl.sum(tl.load(masses + (row * CHUNKS + c) * 8 + 7, mask=c < CHUNKS, other=0.0), 0)
-                target = total * p
-                enough = inner >= target
+                # Of a slice the census said that it reaches the target; only rounding could say otherwise here.
+                enough = (deep >= 0) & fits | (deep < 0) & (inner >= target)
             low = 0
             high = answer
+            if (deep >= 0) & fits:
+                high = tl.max(tl.where((i < held) & fits, key, 0), 0)
+                answer = high
             for _ in range(31):
                 middle = low + (high - low) // 2
                 if enough:
-                    found = tl.sum(tl.where(key <= middle, weight, 0.0), 0)
+                    found = base + tl.sum(tl.where(key <= middle, weight, 0.0), 0)
                 else:
                     found = _reach(shaped, tops, row, V, t, middle, answer, True, LIMIT, CHUNKS, CP)
                 # At the upper end nothing is left to cut, whatever rounding says of the last sum.

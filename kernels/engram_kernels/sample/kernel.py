@@ -220,14 +220,22 @@ def _find_cuts(
     chunks = tops.shape[1]
     pdl = dependent_launch(shaped)
     kwargs = {"launch_pdl": True} if pdl else {}
-    counts = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.int32, device=shaped.device)
-    masses = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.float32, device=shaped.device)
-    kept = torch.empty(rows, cut.CAP, dtype=torch.float32, device=shaped.device)
-    found = torch.empty(rows, dtype=torch.int32, device=shaped.device)
+    device = shaped.device
+    counts = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.int32, device=device)
+    masses = torch.empty(rows, chunks, cut.LEVELS, dtype=torch.float32, device=device)
+    slices = (
+        torch.empty(rows, chunks, cut.SLICES, dtype=torch.int32, device=device),
+        torch.empty(rows, chunks, cut.SLICES, dtype=torch.float32, device=device),
+    )
+    kept = torch.empty(rows, cut.CAP, dtype=torch.float32, device=device)
+    found = torch.empty(rows, dtype=torch.int32, device=device)
     asked = (shaped, tops, temperature, tops if top_k is None else top_k, tops if top_p is None else top_p)
     flags = (top_k is not None, top_p is not None)
     shape = (CHUNK, chunks, next_power_of_2(chunks), pdl)
     cut.census[(rows, chunks)](*asked, counts, masses, vocab, *flags, *shape, num_warps=4, **kwargs)
-    cut.compact[(rows, chunks)](*asked, counts, kept, vocab, *flags, cut.CAP, *shape, num_warps=4, **kwargs)
-    cut.solve[(rows,)](*asked, counts, masses, kept, found, vocab, *flags, cut.CAP, *shape[1:], num_warps=8, **kwargs)
+    tables = (counts, masses, *slices)
+    if top_p is not None:
+        cut.refine[(rows, chunks)](*asked, *tables, vocab, flags[0], cut.CAP, *shape, num_warps=4, **kwargs)
+    cut.compact[(rows, chunks)](*asked, *tables, kept, vocab, *flags, cut.CAP, *shape, num_warps=4, **kwargs)
+    cut.solve[(rows,)](*asked, *tables, kept, found, vocab, *flags, cut.CAP, *shape[1:], num_warps=8, **kwargs)
     return found

@@ -77,6 +77,8 @@ def _scan(
         step = tl.load(dt + row * dt_stride + h, mask=live, other=0.0).to(tl.float32) + bias
         step = tl.where(live, softplus_clamped(step, low, high), 0.0)  # a token past the end neither adds nor forgets
         total = tl.cumsum(step * a, 0)
+        # What is forgotten after a token, summed from the end: differences of `total` lose digits where it is large.
+        later = tl.cumsum(step * a, 0, reverse=True) - step * a
         end = tl.sum(step * a, 0)
         scores = tl.dot(c, b_t, input_precision=PRECISION)
         gap = total[:, None] - total[None, :]
@@ -87,7 +89,7 @@ def _scan(
         out += d * xt.to(tl.float32)
         at = (row * H + h)[:, None] * P + p[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=keep)
-        weighted = xt.to(tl.float32) * (step * tl.exp(end - total))[:, None]
+        weighted = xt.to(tl.float32) * (step * tl.exp(later))[:, None]
         carried = tl.dot(b_t.to(tl.float32), weighted, carried * tl.exp(end), input_precision=PRECISION)
     if SEGMENT == 0:
         tl.store(at_state, carried.to(state.dtype.element_ty), mask=keep_state)

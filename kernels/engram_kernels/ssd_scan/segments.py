@@ -40,9 +40,10 @@ def segment_states(
         b_t = tl.load(B + row[None, :] * b_stride + group[:, None], mask=mask_t, other=0.0)
         step = tl.load(dt + row * dt_stride + h, mask=live, other=0.0).to(tl.float32) + bias
         step = tl.where(live, softplus_clamped(step, low, high), 0.0)
-        total = tl.cumsum(step * a, 0)
+        # What is forgotten after a token, summed from the end: differences of sums from the start lose digits.
+        later = tl.cumsum(step * a, 0, reverse=True) - step * a
         end = tl.sum(step * a, 0)
-        weighted = xt.to(tl.float32) * (step * tl.exp(end - total))[:, None]
+        weighted = xt.to(tl.float32) * (step * tl.exp(later))[:, None]
         carried = tl.dot(b_t.to(tl.float32), weighted, carried * tl.exp(end), input_precision=PRECISION)
         kept += end
     at = states + (segment.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + n[:, None]

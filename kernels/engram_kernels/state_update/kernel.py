@@ -26,12 +26,13 @@ def softplus_clamped(value, low, high):
 
 @triton.jit
 def _update(
-    x, dt, A, B, C, skip, dt_bias, state, y, slots, has_state, x_stride, dt_stride, b_stride, c_stride, state_stride,
-    low, high,
+    x, dt, A, B, C, skip, dt_bias, state, y, slots, targets, has_state,
+    x_stride, dt_stride, b_stride, c_stride, state_stride, low, high,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, PER_GROUP: tl.constexpr, BP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (channel block, head, sequence). state [slots, H, P, N] with slot stride state_stride, in place."""
+    """Program (channel block, head, sequence). state [slots, H, P, N] with slot stride state_stride, from slots to
+    targets."""
     if USE_PDL:
         gdc_launch_dependents()
     p = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -42,8 +43,10 @@ def _update(
     if USE_PDL:
         gdc_wait()
     keep = (p[:, None] < P) & (n[None, :] < N)
-    at = state + tl.load(slots + s) * state_stride + (h * P + p)[:, None] * N + n[None, :]
-    old = tl.load(at, mask=keep & (tl.load(has_state + s) != 0), other=0.0).to(tl.float32)
+    inner = (h * P + p)[:, None] * N + n[None, :]
+    old_at = state + tl.load(slots + s) * state_stride + inner
+    new_at = state + tl.load(targets + s) * state_stride + inner
+    old = tl.load(old_at, mask=keep & (tl.load(has_state + s) != 0), other=0.0).to(tl.float32)
     step = tl.load(dt + s * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     step = softplus_clamped(step, low, high)
     value = tl.load(x + s * x_stride + h * P + p, mask=p < P, other=0.0).to(tl.float32)
@@ -51,7 +54,7 @@ def _update(
     b = tl.load(B + s * b_stride + group, mask=n < N, other=0.0).to(tl.float32)
     c = tl.load(C + s * c_stride + group, mask=n < N, other=0.0).to(tl.float32)
     new = old * tl.exp(step * a) + (value * step)[:, None] * b[None, :]
-    tl.store(at, new.to(state.dtype.element_ty), mask=keep)
+    tl.store(new_at, new.to(state.dtype.element_ty), mask=keep)
     out = tl.sum(new * c[None, :], axis=1) + tl.load(skip + h).to(tl.float32) * value
     tl.store(y + (s * H + h) * P + p, out.to(y.dtype.element_ty), mask=p < P)
 
@@ -85,8 +88,9 @@ def state_update(
         block = min(32, next_power_of_2(channels))
     pdl = dependent_launch(x)
     _update[(-(-channels // block), heads, sequences)](
-        x, dt, A, B, C, D, dt_bias, ssm_state, y, meta.state_slots, meta.has_state, x.stride(0), dt.stride(0),
-        B.stride(0), C.stride(0), ssm_state.stride(0), *dt_limit, heads, channels, size, next_power_of_2(size),
-        heads // B.shape[1], block, pdl, num_warps=1 if block <= 16 else 4, **({"launch_pdl": True} if pdl else {}),
+        x, dt, A, B, C, D, dt_bias, ssm_state, y, meta.state_slots, meta.written_slots, meta.has_state, x.stride(0),
+        dt.stride(0), B.stride(0), C.stride(0), ssm_state.stride(0), *dt_limit, heads, channels, size,
+        next_power_of_2(size), heads // B.shape[1], block, pdl, num_warps=1 if block <= 16 else 4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y

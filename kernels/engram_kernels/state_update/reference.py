@@ -23,7 +23,8 @@ def state_update(
 ) -> Tensor:
     """h <- exp(dt A) h + dt B x; y = C h + D x, one token per sequence -> y [S, H, P] in x's dtype.
 
-    Tensors as in `ssd_scan` with T = S: `meta` holds decodes only. The state is written in place at `state_slots`.
+    Tensors as in `ssd_scan` with T = S: `meta` holds decodes only. The state is read at
+    `state_slots` and written at `written_slots` (the same ones unless the step says otherwise).
     """
     step = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     repeats = x.shape[1] // B.shape[1]
@@ -33,6 +34,6 @@ def state_update(
     state = torch.where(meta.has_state[:, None, None, None], ssm_state[meta.state_slots], 0.0).float()
     decay = torch.exp(step * A.float())
     state = state * decay[..., None, None] + (x_fp32 * step[..., None])[..., None] * B_heads[:, :, None]
-    ssm_state[meta.state_slots] = state.to(ssm_state.dtype)
+    ssm_state[meta.written_slots] = state.to(ssm_state.dtype)
     y = torch.einsum("shpn,shn->shp", state, C_heads) + D.float()[:, None] * x_fp32
     return y.to(x.dtype)

@@ -32,8 +32,7 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self._rope_append = build.ops.rope_append
-        self._paged_attention = build.ops.paged_attention
+        self._rope_attention = build.ops.rope_attention
         self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
         self.rope = nn.Buffer(rope, persistent=False) if rope is not None else None
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
@@ -52,8 +51,7 @@ class Attention(nn.Module):
         norms: tuple[Tensor, Tensor, float] | tuple[()] = ()
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = self._rope_append(q, k, v, meta.positions, self.rope, kv, meta.slots, *norms)
-        attended = self._paged_attention(q, kv, meta, self.scale)
+        attended = self._rope_attention(q, k, v, self.rope, kv, meta, self.scale, *norms)
         projected: Tensor = self.o_proj(attended.reshape(tokens, self.heads * self.head_dim))
         return projected
 

@@ -20,14 +20,14 @@ class GatedMLP(nn.Module):
         self, build: Build, hidden_size: int, inputs: Mapping[str, int], out: str, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self._silu_and_mul = build.ops.silu_and_mul
+        self._gated_linear = build.ops.gated_linear
         self._out = out
         self.gate_up = FusedLinear(build, hidden_size, inputs, bias=bias)
         self.down = Linear(build, sum(inputs.values()) // 2, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        projected: Tensor = self.down(self._silu_and_mul(self.gate_up(x)))
+        projected: Tensor = self.down(self._gated_linear(x, self.gate_up.weight, self.gate_up.bias))
         return projected
 
     def targets(self, key: str) -> Targets:

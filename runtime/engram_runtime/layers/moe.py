@@ -28,6 +28,7 @@ class SparseExperts(nn.Module):
         renormalize: bool,
     ) -> None:
         super().__init__()
+        self._logits = build.ops.logits
         self._route = build.ops.route
         self._experts = build.ops.experts
         self.top_k, self.mode, self.renormalize = top_k, mode, renormalize
@@ -35,7 +36,9 @@ class SparseExperts(nn.Module):
         self.w_in = build.parameter(experts, 2 * width, hidden_size)
         self.w_out = build.parameter(experts, hidden_size, width)
 
-    def forward(self, x: Tensor, base: Tensor | None = None) -> Tensor:
-        """[T, M] -> [T, M], the weighted sum of each token's experts, plus base [T, M]."""
-        weights, ids = self._route(self.router(x), self.top_k, self.mode, self.renormalize)
-        return self._experts(x, self.w_in, self.w_out, weights, ids, base)
+    def forward(self, x: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[T, M] -> [T, M], the weighted sum of each token's experts, plus a shared expert ([2S, M], [M, S])."""
+        # Scores in fp32: rounded to bf16 they tie, and another expert is another answer.
+        scores = self._logits(x, self.router.weight)
+        weights, ids = self._route(scores, self.top_k, self.mode, self.renormalize)
+        return self._experts(x, self.w_in, self.w_out, weights, ids, None, shared)

@@ -37,8 +37,11 @@ class GraniteFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        shared: Tensor = self.shared(x)
-        return shared if self.experts is None else self.experts(x, shared)
+        if self.experts is None:
+            alone: Tensor = self.shared(x)
+            return alone
+        both: Tensor = self.experts(x, (self.shared.gate_up.weight, self.shared.down.weight))
+        return both
 
     def targets(self, key: str) -> Targets:
         found = self.shared.targets(f"{key}.shared_mlp")

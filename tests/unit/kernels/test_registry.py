@@ -57,6 +57,25 @@ def test_explain_reports_overrides_as_forced():
     assert by_op["embedding"].why == "only backend"
 
 
+def test_a_part_with_a_backend_of_its_own_is_what_a_fused_op_is_made_of():
+    calls = []
+
+    def mine(x, weight, bias=None):
+        calls.append(x.shape)
+        return x @ weight.t()
+
+    registry = Registry(REFERENCES).with_op("linear", "mine", mine, priority=-1)
+    ops = Ops.bind("cpu", "float32", {"linear": "mine"}, registry)
+    x, weight = torch.randn(3, 8), torch.randn(10, 8)
+    torch.testing.assert_close(ops.gated_linear(x, weight), Ops.bind("cpu", "float32").gated_linear(x, weight))
+    assert calls == [(3, 8)]
+    why = {choice.op: choice for choice in registry.explain("cpu", "float32", {"linear": "mine"})}["gated_linear"]
+    assert (why.backend, why.why) == ("composed", "of its parts, because of linear=mine")
+    forced = {"linear": "mine", "gated_linear": "torch"}
+    Ops.bind("cpu", "float32", forced, registry).gated_linear(x, weight)
+    assert len(calls) == 1
+
+
 def test_highest_priority_that_can_run_wins():
     low, high, broken = (lambda: "low"), (lambda: "high"), (lambda: "broken")
     registry = (

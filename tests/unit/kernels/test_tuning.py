@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engram_kernels.linear.kernel import Gemv, Skinny, _parse, plan
+from engram_kernels.linear.kernel import Gemv, Skinny, Stream, parse, plan
 from engram_kernels.tuning import load_table, tuned, tuned_or_none
 from engram_kernels.tuning.tables import table_name
 
 LINEAR = load_table("nvidia_h200")["linear"]
+GATED = load_table("nvidia_h200")["gated_linear"]
+SHARED_MEMORY = 227 << 10
 
 
 def test_a_table_is_found_by_the_name_of_the_gpu() -> None:
@@ -19,13 +21,27 @@ def test_a_table_is_found_by_the_name_of_the_gpu() -> None:
 @pytest.mark.parametrize("key", sorted(LINEAR))
 def test_linear_entries_fit_their_shape(key: str) -> None:
     rows, _, k = (int(part.partition("=")[2]) for part in key.split(","))
-    choice = _parse(LINEAR[key])
+    choice = parse(LINEAR[key])
     if isinstance(choice, Gemv):
         assert choice.bk & (choice.bk - 1) == 0
         assert choice.bk * 4 >= k
     elif isinstance(choice, Skinny):
         assert k % choice.bk == 0
         assert choice.bm >= min(rows, 16)
+
+
+@pytest.mark.parametrize("key", [*(f"linear {key}" for key in LINEAR), *(f"gated {key}" for key in GATED)])
+def test_streams_fit_their_shape_and_the_multiprocessor(key: str) -> None:
+    op, _, key = key.partition(" ")
+    rows, _, k = (int(part.partition("=")[2]) for part in key.split(","))
+    choice = parse((GATED if op == "gated" else LINEAR)[key])
+    if not isinstance(choice, Stream):
+        assert op == "linear" or choice is None or isinstance(choice, Gemv)
+        return
+    assert choice.bm >= rows
+    assert k % (choice.bk * choice.split) == 0
+    weights = 128 if op == "gated" else 64
+    assert min(choice.stages, k // choice.bk) * (weights + choice.bm) * choice.bk * 2 < SHARED_MEMORY
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])

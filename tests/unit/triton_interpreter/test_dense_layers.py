@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from engram_kernels.embedding.kernel import embedding
+from engram_kernels.gated_linear.reference import gated_linear as gated_reference
 from engram_kernels.kv_append import reference as append_reference
 from engram_kernels.kv_append.kernel import kv_append
-from engram_kernels.linear.kernel import Gemv, Skinny, run
+from engram_kernels.linear.kernel import Gemv, Skinny, run, run_gated
 from engram_kernels.rms_norm.kernel import add_rms_norm, rms_norm
 from engram_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from engram_kernels.rope_append.kernel import rope_append
@@ -97,6 +98,17 @@ def test_gemv(rows: int, n: int, k: int, bn: int, bk: int, bias: bool) -> None:
     y = torch.full((rows, n), torch.nan)
     run(Gemv(bn, bk, 4), x, weight, b, y)
     assert relative_error(y, torch.nn.functional.linear(x, weight, b)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("n", "k", "bn", "bk"), [(10, 96, 4, 128), (7, 96, 2, 32), (5, 64, 2, 32), (4, 112, 2, 32)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_gemv(rows: int, n: int, k: int, bn: int, bk: int, bias: bool) -> None:
+    x, weight = torch.randn(rows, k), torch.randn(2 * n, k)
+    b = torch.randn(2 * n) if bias else None
+    y = torch.full((rows, n), torch.nan)
+    run_gated(Gemv(bn, bk, 4), x, weight, b, y)
+    assert relative_error(y, gated_reference(x, weight, b)) < 1e-6
 
 
 @pytest.mark.parametrize("split", [1, 3])

@@ -29,7 +29,7 @@ def test_route_refuses_what_the_reference_refuses() -> None:
         route(torch.zeros(1, 4), 2, "other", False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 9, 140])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 140, 300])
 def test_experts(tokens: int) -> None:
     x = torch.randn(tokens, 40)
     w_in, w_out = torch.randn(6, 48, 40) * 0.2, torch.randn(6, 40, 24) * 0.2
@@ -39,3 +39,15 @@ def test_experts(tokens: int) -> None:
     assert relative_error(experts(x, w_in, w_out, weights, ids), expected) < 1e-5
     base = torch.randn(tokens, 40)
     assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [2, 9, 30, 140])
+@pytest.mark.parametrize("width", [24, 48, 30])
+def test_a_shared_expert_rides_along(tokens: int, width: int) -> None:
+    """Its width is one or two of the experts' (folded into their launches) or none (computed before)."""
+    x = torch.randn(tokens, 40)
+    w_in, w_out = torch.randn(6, 48, 40) * 0.2, torch.randn(6, 40, 24) * 0.2
+    shared = torch.randn(2 * width, 40) * 0.2, torch.randn(40, width) * 0.2
+    weights, ids = route_reference(torch.randn(tokens, 6), 2, "topk_softmax", True)
+    expected = experts_reference(x, w_in, w_out, weights, ids, None, shared)
+    assert relative_error(experts(x, w_in, w_out, weights, ids, None, shared), expected) < 1e-5

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from engram_kernels.paged_attention import kernel
+from engram_kernels.rope_attention.kernel import rope_attention
+from engram_kernels.rope_attention.reference import rope_attention as rope_attention_reference
 from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
 
 CASES: dict[str, tuple[Sequences, int, int, int]] = {  # sequences, query heads, kv heads, head size
@@ -47,3 +49,23 @@ def test_query_heads_may_be_a_view_of_a_wider_row() -> None:
     q = wide[:, : 4 * 16].view(-1, 4, 16)
     out = kernel.paged_attention(q, kv, meta, 0.25)
     assert relative_error(out, attention_fp64(q, kv, meta, 0.25)) < 1e-5
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("rot", [24, 8, 0])
+@pytest.mark.parametrize("seqs", [[(1, 2), (1, 33), (1, 150), (1, 16)], [(1, 700)], [(1, 20), (3, 9)]], ids=str)
+def test_rotation_and_append_inside_attention(seqs: Sequences, rot: int, norm: bool) -> None:
+    meta, pool = make_step(seqs)
+    kv = filled_cache(meta, pool, 2, 24, torch.float32, poison=7.0)
+    tokens = torch.arange(meta.num_tokens)
+    kv[:, meta.slots[tokens] // 16, :, meta.slots[tokens] % 16] = torch.nan  # what the step itself has to append
+    expected_kv = kv.clone()
+    wide = torch.randn(meta.num_tokens, (6 + 2 + 2) * 24)
+    q, k, v = (part.view(meta.num_tokens, -1, 24) for part in wide.split([144, 48, 48], dim=-1))
+    angle = torch.randn(1000, rot // 2)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1) if rot else None
+    weights = (torch.randn(24), torch.randn(24)) if norm else ()
+    out = rope_attention(q, k, v, cos_sin, kv, meta, 0.2, *weights)
+    expected = rope_attention_reference(q, k, v, cos_sin, expected_kv, meta, 0.2, *weights)
+    assert relative_error(out, expected) < 1e-5
+    assert relative_error(kv, expected_kv) < 1e-6

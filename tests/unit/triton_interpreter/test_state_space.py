@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -77,3 +79,42 @@ def test_scan(shape: tuple[int, int, int, int], segment: int, monkeypatch: pytes
     out = ssd_scan(*tensors, state[:, 1], meta, 32)
     assert relative_error(out, scan_reference(*tensors, expected_state[:, 1], meta, 32)) < 1e-5
     assert relative_error(state, expected_state) < 1e-5
+
+
+def test_a_decode_may_leave_its_state_elsewhere() -> None:
+    """Old states stay as they were, new ones go to the targets; chunks of the same step are updated in place."""
+    meta, _ = make_step([(1, 5), (1, 9), (3, 3)])
+    spare = torch.tensor([slot for slot in range(8) if slot not in meta.state_slots.tolist()])
+    targets = torch.cat((spare[:2], meta.state_slots[2:]))
+    elsewhere = dataclasses.replace(meta, state_targets=targets)
+    x, weight = torch.randn(meta.num_tokens, 20), torch.randn(20, 4)
+    conv = torch.randn(8, 20, 3)
+    expected_conv, before = conv.clone(), conv.clone()
+    out = causal_conv1d(x, weight, None, conv, elsewhere)
+    assert relative_error(out, conv_reference(x, weight, None, expected_conv, elsewhere)) < 1e-6
+    assert relative_error(conv, expected_conv) < 1e-6
+    assert torch.equal(conv[meta.state_slots[:2]], before[meta.state_slots[:2]])
+    conv_in_place = before.clone()
+    causal_conv1d(x, weight, None, conv_in_place, meta)
+    assert torch.equal(conv[targets], conv_in_place[meta.state_slots])
+    tensors = _tensors(2, 2, 16, 1, 16)
+    ssm = torch.randn(8, 2, 16, 16)
+    expected_ssm, in_place, old = ssm.clone(), ssm.clone(), ssm.clone()
+    out = state_update(*tensors, ssm, elsewhere.decodes())
+    assert relative_error(out, update_reference(*tensors, expected_ssm, elsewhere.decodes())) < 1e-6
+    assert relative_error(ssm, expected_ssm) < 1e-6
+    state_update(*tensors, in_place, meta.decodes())
+    assert torch.equal(ssm[targets[:2]], in_place[meta.state_slots[:2]])
+    assert torch.equal(ssm[meta.state_slots[:2]], old[meta.state_slots[:2]])
+
+
+def test_a_fast_decay_costs_no_digits_of_the_state() -> None:
+    """What a tile forgets is summed from its end: as a difference of sums from its start the state was 1e-5 off."""
+    meta, _ = make_step([(300, 300), (77, 400)])
+    x, dt, _, b, c, skip, bias = _tensors(meta.num_tokens, 4, 16, 1, 16)
+    tensors = (x, dt, -torch.exp(torch.linspace(0, 3, 4)), b, c, skip, bias)
+    state = torch.randn(4, 4, 16, 16)
+    expected = state.clone()
+    ssd_scan(*tensors, state, meta, 256)
+    scan_reference(*tensors, expected, meta, 256)
+    assert relative_error(state, expected) < 5e-7

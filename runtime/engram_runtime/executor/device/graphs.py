@@ -22,7 +22,7 @@ Shape = int | MixedShape
 Step = Callable[[], tuple[Tensor, ...]]
 """Launches one step; everything it reads and returns stays at the same addresses from call to call."""
 
-UNRECORDABLE = ("paged_attention", "sample", "experts")
+UNRECORDABLE = ("rope_attention", "paged_attention", "sample", "experts")
 """Ops whose torch reference asks the device or the host for lengths while it runs."""
 
 

@@ -1,0 +1,1 @@
+"""Gate and up projections with their activation."""

@@ -1,0 +1,57 @@
+"""Gate and up projections with the activation in the product's epilogue, for the few rows of a decode step.
+
+Alone the activation is a launch of a microsecond, and gate and up are written and read once more. One or two rows
+take a GEMV whose program holds the gate rows and the up rows of the same outputs, up to 64 rows on Hopper a weight
+stream with two accumulators; everything else is the product followed by the activation. Both halves stay in fp32 until
+the result is rounded, so the result is closer to fp32 than that of the separate ops.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from engram_kernels.launch import capability
+from engram_kernels.linear.kernel import MAX_ROWS, Gemv, Skinny, Stream, gemv_rule, linear, parse, run_gated
+from engram_kernels.linear.stream import supports
+from engram_kernels.silu_and_mul.kernel import silu_and_mul
+from engram_kernels.tuning import tuned_or_none
+
+
+@functools.cache
+def plan(rows: int, outputs: int, k: int, hopper: bool) -> Gemv | Stream | None:
+    """How to compute [rows, k] x [2 * outputs, k]^T gated; None: the product, then the activation."""
+    bucket = 1 << max(0, rows - 1).bit_length()
+    if bucket > MAX_ROWS:
+        return None
+    entry = tuned_or_none("gated_linear", f"rows={bucket},n={outputs},k={k}")
+    if entry is not None:
+        choice = parse(entry)
+        if isinstance(choice, Skinny):
+            raise ValueError("kind of a gated_linear tuning entry must be gemv, stream or cublas, got skinny")
+        return choice
+    if rows <= 2:
+        return gemv_rule(k)
+    if hopper and k % 128 == 0:
+        split = 2 if k % 256 == 0 and k >= 1024 else 1
+        return Stream(max(8, bucket), 128, split, 4)
+    return None
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As the reference: x [..., K], weight [2F, K] contiguous."""
+    rows = x.numel() // x.shape[-1]
+    outputs, k = weight.shape[0] // 2, weight.shape[1]
+    small = 0 < rows <= MAX_ROWS and x.dtype != torch.float32 and weight.is_contiguous()
+    choice = plan(rows, outputs, k, capability(x)[0] == 9) if small else None
+    if choice is not None:
+        flat = x.reshape(rows, -1)
+        if flat.stride(-1) != 1:
+            flat = flat.contiguous()
+        if isinstance(choice, Gemv) or supports(flat, weight):
+            y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+            run_gated(choice, flat, weight, bias, y)
+            return y.view(*x.shape[:-1], outputs)
+    return silu_and_mul(linear(x, weight, bias))
