@@ -99,8 +99,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         self._outbox: list[RequestOutput] = []
-        # A recurrent state moves on with every token, so the one at a turn's end is lost once a step went past it.
-        self._ahead = 0 if geometry.has_state else executor.steps_ahead
+        self._ahead = executor.steps_ahead
         self._flight: deque[tuple[ScheduledStep, float]] = deque()
         """Steps submitted and not collected, with the time they were submitted."""
         self._collected = 0.0
@@ -186,8 +185,8 @@ class LLMEngine:
         host. A sequence that turns out to have ended has then one step too many under way, whose token nobody sees.
         """
         self._poll()
-        if self._flight and self._scheduler.is_short_of_blocks:
-            self._collect()  # whoever would be preempted may just have ended
+        if self._flight and (self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()):
+            self._collect()  # whoever would be preempted may just have ended, and whose state would be overwritten
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():
             self._finish_warm(sequence)
@@ -299,7 +298,8 @@ class LLMEngine:
             # A step that runs ahead has fed the last token already; the sequence ends before it all the same.
             sequence.computed = min(sequence.computed, sequence.known - 1)
             slot = self._scheduler.take_state(sequence)
-            self._boundaries.finished(request, sequence, slot, complete=complete)
+            if slot is not None or not self._cache.has_state:
+                self._boundaries.finished(request, sequence, slot, complete=complete)
             if slot is not None:
                 self._cache.states.release((slot,))
         if sequence.status is Status.RESTORING and self._restorer is not None:

@@ -90,6 +90,24 @@ class Scheduler:
         """Whether the next step may have to preempt: not everybody who runs can have one more block."""
         return self.cache.blocks.available < len(self._running)
 
+    def may_run_ahead(self) -> bool:
+        """Whether a step may be planned before the last one's results are known; takes what that needs.
+
+        A recurrent state moves on with every token, and the one at a turn's end must outlive a step that went past it.
+        So decodes of such models alternate between two slots, and nothing runs ahead while there is none for somebody.
+        """
+        if not self.cache.has_state:
+            return True
+        need = [s for s in self._running if not s.background and s.row is not None and s.spare_slot is None]
+        if self.cache.states.available < len(need) + len(self._running):
+            return not need
+        for sequence in need:
+            slots = self.cache.states.allocate(1)
+            if slots is None:
+                return False
+            sequence.spare_slot = slots[0]
+        return True
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
@@ -113,8 +131,16 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def take_state(self, sequence: Sequence) -> int | None:
-        """Hand the running state over to the caller (who releases it): the sequence is about to finish."""
-        slot, sequence.state_slot = sequence.state_slot, None
+        """Hand the state at `computed` over to the caller (who releases it): the sequence is about to finish.
+
+        None when the model has no state, or the step that is under way overwrites it.
+        """
+        if sequence.in_flight and not sequence.spare_is_before:
+            return None
+        if sequence.in_flight:
+            slot, sequence.spare_slot = sequence.spare_slot, None
+        else:
+            slot, sequence.state_slot = sequence.state_slot, None
         return slot
 
     def complete_background(self) -> list[Sequence]:
@@ -301,9 +327,9 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         self.cache.release_blocks(sequence.block_ids)
         sequence.block_ids = []
-        if sequence.state_slot is not None:
-            self.cache.states.release((sequence.state_slot,))
-            sequence.state_slot = None
+        held = tuple(slot for slot in (sequence.state_slot, sequence.spare_slot) if slot is not None)
+        self.cache.states.release(held)
+        sequence.state_slot = sequence.spare_slot = None
         if sequence.row is not None:
             self._closes.append(sequence.row)
             self._free_rows.append(sequence.row)
@@ -332,8 +358,7 @@ class Scheduler:
         states: Counter[int] = Counter()
         for sequence in self.sequences():
             blocks.update(sequence.block_ids)
-            if sequence.state_slot is not None:
-                states[sequence.state_slot] += 1
+            states.update(slot for slot in (sequence.state_slot, sequence.spare_slot) if slot is not None)
         for step in self._in_flight:
             blocks.update(step.held_blocks)
             states.update(step.held_states)

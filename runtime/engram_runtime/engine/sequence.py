@@ -51,6 +51,11 @@ class Sequence:
     """Tokens that planned steps will sample, not yet returned."""
     block_ids: list[int] = field(default_factory=list)
     state_slot: int | None = None
+    """Holds the state after everything that is planned."""
+    spare_slot: int | None = None
+    """The other slot of a sequence whose decodes alternate between two, so that a step may run ahead of the host."""
+    spare_is_before: bool = False
+    """The spare slot holds the state before the last planned step."""
     row: int | None = None
     chain: Chain = field(init=False)
     lease: Lease | None = None

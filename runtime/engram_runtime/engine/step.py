@@ -63,11 +63,15 @@ class Draft:
             block_ids=tuple(sequence.block_ids[:blocks]),
             state_slot=sequence.state_slot or 0,
             sample=samples,
+            state_target=sequence.spare_slot if sequence.is_decode else None,
             prompt_logprobs=sequence.sampling.prompt_logprobs is not None and start < len(sequence.prompt_ids) - 1,
         )
         work = Work(sequence, start, end, sequence.row, samples, capture_slot)
         if capture_slot is not None:
-            self.state_saves.append(Copy(plan.state_slot, capture_slot))
+            self.state_saves.append(Copy(plan.written_slot, capture_slot))
+        sequence.spare_is_before = plan.state_target is not None
+        if plan.state_target is not None:
+            sequence.state_slot, sequence.spare_slot = plan.state_target, plan.state_slot
         self.entries.append((plan, work))
         self.planned.add(sequence)
         self.budget -= tokens

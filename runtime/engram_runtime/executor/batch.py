@@ -45,4 +45,5 @@ def step_metadata(sequences: Sequence[SequencePlan], device: torch.device) -> St
         has_state=tensor([sequence.start > 0 for sequence in sequences], torch.bool),
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
+        state_targets=tensor([sequence.written_slot for sequence in sequences], torch.int64),
     )

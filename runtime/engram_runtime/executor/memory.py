@@ -21,6 +21,8 @@ CACHE_SHARE = 0.25
 """Share of the memory that is free now which the KV blocks may take when nothing else is asked for."""
 CHECKPOINT_SHARE = 0.05
 MAX_DEFAULT_CHECKPOINTS = 256
+AHEAD_SHARE = 0.2
+"""Share of the memory that the second slots of running sequences may take: with them steps run ahead of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ def plan_caches(spec: ModelSpec, request: CacheRequest, free_bytes: int) -> Cach
 
 def _slots(request: CacheRequest, state_bytes: int, free_bytes: int) -> int:
     running = request.state_slots or request.max_num_seqs
+    if request.fill and request.state_slots is None and running * state_bytes <= AHEAD_SHARE * free_bytes:
+        running *= 2
     kept = request.checkpoint_slots
     if kept is None:
         kept = min(int(free_bytes * CHECKPOINT_SHARE) // state_bytes, MAX_DEFAULT_CHECKPOINTS)

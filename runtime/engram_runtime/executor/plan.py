@@ -98,12 +98,18 @@ class SequencePlan:
     """Running slot; 0 when the model has no state."""
     sample: bool
     """The last new token's logits give the next token."""
+    state_target: int | None = None
+    """Slot that a decode leaves its new state in while `state_slot` keeps the one before; None: the state slot."""
     prompt_logprobs: bool = False
     """Report the log-probability of each prompt token that the new tokens predict."""
 
     @property
     def num_tokens(self) -> int:
         return 1 if self.token_ids is None else len(self.token_ids)
+
+    @property
+    def written_slot(self) -> int:
+        return self.state_slot if self.state_target is None else self.state_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class FakeExecutor:
                 digest = grow(digest, token)
                 self._put(sequence.block_ids, position, digest)
             if self.states:
-                self.states[sequence.state_slot] = digest
+                self.states[sequence.written_slot] = digest
             self.rows_seen += len(tokens)
             if sequence.sample:
                 token = next_token(digest)

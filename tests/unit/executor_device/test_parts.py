@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,8 +62,11 @@ def test_a_batch_is_filled_up_with_the_spare_row() -> None:
     tables = RowTables(8, 4, 30, CPU)
     rows = {3: HostRow(opened(3)), 5: HostRow(opened(5))}
     rows[3].new_blocks((7,))
-    lines, more = decode_lines([decode(3, 16, (7, 8), 2), decode(5, 40, (1, 2, 3), 1)], rows, 4, tables, 6)
-    assert lines.tolist() == [[3, 5, 8, 8], [16, 40, 0, 0], [2, 1, 6, 6], [1, 4, 4, 4], [8, 30, 30, 30]]
+    ahead = replace(decode(5, 40, (1, 2, 3), 1), state_target=3)
+    lines, more = decode_lines([decode(3, 16, (7, 8), 2), ahead], rows, 4, tables, 6)
+    assert lines.tolist() == [
+        [3, 5, 8, 8], [16, 40, 0, 0], [2, 1, 6, 6], [1, 4, 4, 4], [8, 30, 30, 30], [2, 3, 6, 6]
+    ]  # fmt: skip
     assert more == [(5, 0, 1), (5, 1, 2), (5, 2, 3)]
 
 
@@ -76,7 +80,7 @@ def test_the_gathering_kernel_equals_its_reference() -> None:
     positions = [0, 5, 2099 * PAGE + 3, 1100 * PAGE, 0]
     columns = [tables.width, tables.width, tables.width, 1100, tables.width]
     tables.last[6] = 499  # the spare row feeds 0, whatever was sampled for it
-    plan = torch.tensor([[2, 0, 4, 1, 6], positions, [0] * 5, columns, [77, 77, 77, 60, 77]])
+    plan = torch.tensor([[2, 0, 4, 1, 6], positions, [0] * 5, columns, [77, 77, 77, 60, 77], [0] * 5])
     before = tables.blocks.clone()
     args = (tables.last, tables.ints, tables.floats)
     expected = gather_reference(plan, *args, before)

@@ -92,13 +92,38 @@ def test_the_token_past_a_stop_is_neither_delivered_nor_kept(device: type[FakeEx
     assert output.token_ids == oracle(following, 3)
 
 
-def test_states_are_exact_at_a_turns_end_so_hybrids_do_not_run_ahead() -> None:
-    one = Bench(executor=Late, states=8, snapshots=True)
+@pytest.mark.parametrize("cut", [0, 1, 6])
+def test_states_are_exact_at_a_turns_end_although_hybrids_run_ahead(device: type[FakeExecutor], cut: int) -> None:
+    """The step that went past the end wrote to another slot: the next turn starts from the state before it."""
+    one = Bench(executor=device, states=8, snapshots=True)
     expected = oracle(PROMPT, 20)
-    one.engine.add_request("r", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[expected[6]]), turn=TurnSpec())
-    assert one.run()["r", 0].token_ids == expected[: expected.index(expected[6]) + 1]
+    stop = expected[cut]
+    length = expected.index(stop) + 1
+    one.engine.add_request("r", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[stop]), turn=TurnSpec())
+    assert one.run()["r", 0].token_ids == expected[:length]
+    if isinstance(one.executor, Late) and length > 1:
+        assert one.executor.most_ahead == 2
+    one.after(100.0)
+    assert one.snapshots is not None
+    (capture,) = (c for c in one.snapshots.saved if c.boundary == "turn_end")
+    assert capture.position == len(PROMPT) + length - 1
+    following = PROMPT + expected[:length] + [7, 7]
+    one.engine.add_request("next", following, SamplingParams(max_tokens=3))
+    output = one.run()["next", 0]
+    assert output.cached_tokens == len(following) - 3
+    assert output.token_ids == oracle(following, 3)
+
+
+def test_without_a_second_slot_for_everybody_nobody_runs_ahead() -> None:
+    one = Bench(executor=Late, states=3)
+    expected = oracle(PROMPT, 12)
+    for name in ("a", "b"):
+        one.engine.add_request(name, PROMPT, SamplingParams(max_tokens=12))
+    done = one.run()
+    assert all(done[name, 0].token_ids == expected for name in ("a", "b"))
     assert isinstance(one.executor, Late)
     assert one.executor.most_ahead == 1
+    assert one.engine.stats().states_used == 0
 
 
 def test_parallel_sequences_wait_for_a_prompt_that_is_under_way(device: type[FakeExecutor]) -> None:

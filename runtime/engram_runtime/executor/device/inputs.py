@@ -21,9 +21,9 @@ from engram_runtime.executor.plan import SequencePlan
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
-DECODE_LINES = 5
-"""A decode batch on its way to the device, [5, batch] int64: row, position, state slot, column and block that its table
-gains (the column `width` for none)."""
+DECODE_LINES = 6
+"""A decode batch on its way to the device, [6, batch] int64: row, position, state slot, column and block that its table
+gains (the column `width` for none), slot of the new state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,16 @@ def decode_lines(
     tables: RowTables,
     spare_slot: int,
 ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """[5, batch] int64, filled up with the spare row, and the updates (row, column, block) that do not fit there."""
+    """[6, batch] int64, filled up with the spare row, and the updates (row, column, block) that do not fit there."""
     lines = np.empty((DECODE_LINES, batch), dtype=np.int64)
-    lines[:, len(sequences) :] = [[tables.spare_row], [0], [spare_slot], [tables.width], [tables.spare_block]]
+    lines[:, len(sequences) :] = [
+        [tables.spare_row],
+        [0],
+        [spare_slot],
+        [tables.width],
+        [tables.spare_block],
+        [spare_slot],
+    ]
     more: list[tuple[int, int, int]] = []
     columns, blocks = [], []
     for sequence in sequences:
@@ -65,13 +72,14 @@ def decode_lines(
     lines[2, :count] = [sequence.state_slot for sequence in sequences]
     lines[3, :count] = columns
     lines[4, :count] = blocks
+    lines[5, :count] = [sequence.written_slot for sequence in sequences]
     return lines, more
 
 
 def gather_reference(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, blocks: Tensor) -> tuple[Tensor, ...]:
-    """plan [5, batch] and the row tables -> ids, slots, seq_lens, sampled_at, has_state (uint8), block tables, ints,
+    """plan [6, batch] and the row tables -> ids, slots, seq_lens, sampled_at, has_state (uint8), block tables, ints,
     floats; the plan's blocks are added to the tables."""
-    rows, positions, _, columns, new = plan.unbind(0)
+    rows, positions, _, columns, new, _ = plan.unbind(0)
     blocks[rows, columns] = new.int()
     slots = blocks[rows, positions // PAGE].long() * PAGE + positions % PAGE
     ends = positions + 1
@@ -89,12 +97,12 @@ def resolve_gather(device: torch.device) -> Gather:
 
 
 def decode_inputs(gather: Gather, plan: Tensor, tables: RowTables, query_start: Tensor, window: int) -> DecodeInputs:
-    """plan [5, batch] on the device -> the step's inputs; adds the plan's blocks to the tables.
+    """plan [6, batch] on the device -> the step's inputs; adds the plan's blocks to the tables.
 
     query_start: arange(batch + 1) int32. window: longest a sequence may get (stands in for host lengths, which a graph
     cannot know).
     """
-    rows, positions, state_slots, _, _ = plan.unbind(0)
+    rows, positions, state_slots, _, _, state_targets = plan.unbind(0)
     ids, slots, seq_lens, sampled_at, has_state, block_tables, ints, floats = gather(
         plan, tables.last, tables.ints, tables.floats, tables.blocks
     )
@@ -112,6 +120,7 @@ def decode_inputs(gather: Gather, plan: Tensor, tables: RowTables, query_start: 
         has_state=has_state.view(torch.bool),
         query_lens_host=(1,) * batch,
         seq_lens_host=(window,) * batch,
+        state_targets=state_targets,
     )
     return DecodeInputs(ids, meta, rows, sampled_at, ints, floats)
 
@@ -144,12 +153,13 @@ class MixedInputs:
                 self._seq_lens,
                 [sequence.row for sequence in sequences],
                 [sequence.state_slot for sequence in sequences],
+                [sequence.written_slot for sequence in sequences],
             )
         ]
 
     def build(self, packer: Packer, tables: RowTables) -> tuple[Tensor, StepMetadata]:
         """(ids [T], metadata); the tables must know the step's blocks."""
-        tokens, positions, owners, query_start, seq_lens, rows, state_slots = map(packer.take, self._parts)
+        tokens, positions, owners, query_start, seq_lens, rows, state_slots, targets = map(packer.take, self._parts)
         owner_rows = rows[owners]
         # -1 stands for the token sampled last, which only the device knows.
         ids = torch.where(tokens < 0, tables.last[owner_rows], tokens)
@@ -169,4 +179,5 @@ class MixedInputs:
             has_state=seq_lens > query_start.diff(),
             query_lens_host=self._query_lens,
             seq_lens_host=self._seq_lens,
+            state_targets=targets,
         )

@@ -46,8 +46,8 @@ class MixedShape:
 
     @property
     def words(self) -> int:
-        """int64 words of the step's plan on the device: three lines of tokens, five of sequences, their starts."""
-        return 3 * self.tokens + 6 * self.sequences + 1
+        """int64 words of the step's plan on the device: three lines of tokens, six of sequences, their starts."""
+        return 3 * self.tokens + 7 * self.sequences + 1
 
 
 def mixed_shape(sequences: Sequence[SequencePlan], most_decodes: int) -> MixedShape | None:
@@ -65,7 +65,7 @@ def mixed_shape(sequences: Sequence[SequencePlan], most_decodes: int) -> MixedSh
 
 def largest_words(most_decodes: int) -> int:
     """Words that hold the plan of any shape."""
-    return 3 * MAX_TOKENS + 6 * (most_decodes + CHUNKS[-1]) + 1
+    return 3 * MAX_TOKENS + 7 * (most_decodes + CHUNKS[-1]) + 1
 
 
 def _fit(count: int, sizes: Sequence[int]) -> int | None:
@@ -91,8 +91,8 @@ def mixed_plan(shape: MixedShape, sequences: Sequence[SequencePlan], tables: Row
     places = [i if i < decodes else shape.decodes + i - decodes for i in range(len(sequences))]
     tokens = np.zeros((3, shape.tokens), dtype=np.int64)
     tokens[2] = tables.spare_row
-    rows = np.empty((5, shape.sequences), dtype=np.int64)
-    rows[:] = [[tables.spare_row], [1], [spare_slot], [0], [tables.spare_row]]
+    rows = np.empty((6, shape.sequences), dtype=np.int64)
+    rows[:] = [[tables.spare_row], [1], [spare_slot], [0], [tables.spare_row], [spare_slot]]
     lengths = np.ones(shape.sequences, dtype=np.int64)
     for place, sequence in zip(places, sequences, strict=True):
         lengths[place] = sequence.num_tokens
@@ -106,6 +106,7 @@ def mixed_plan(shape: MixedShape, sequences: Sequence[SequencePlan], tables: Row
         rows[0, place] = sequence.row
         rows[1, place] = sequence.start + sequence.num_tokens
         rows[2, place] = sequence.state_slot
+        rows[5, place] = sequence.written_slot
         if sequence.sample:
             rows[4, place] = sequence.row
     words = np.concatenate([tokens.reshape(-1), rows.reshape(-1), starts])
@@ -122,8 +123,8 @@ def mixed_inputs(
     count = shape.sequences
     border = 3 * shape.tokens
     tokens, positions, owners = plan[:border].view(3, shape.tokens).unbind(0)
-    rows, ends, state_slots, last, feed = plan[border : border + 5 * count].view(5, count).unbind(0)
-    query_start = plan[border + 5 * count : shape.words].int()
+    rows, ends, state_slots, last, feed, targets = plan[border : border + 6 * count].view(6, count).unbind(0)
+    query_start = plan[border + 6 * count : shape.words].int()
     seq_lens = ends.int()
     slots = tables.blocks[owners, positions // PAGE].long() * PAGE + positions % PAGE
     meta = StepMetadata(
@@ -139,6 +140,7 @@ def mixed_inputs(
         has_state=seq_lens > query_start.diff(),
         query_lens_host=(1,) * shape.decodes + (shape.each,) * shape.chunks,
         seq_lens_host=(window,) * count,
+        state_targets=targets,
     )
     ids = torch.where(tokens < 0, tables.last[owners], tokens)
     return DecodeInputs(ids, meta, rows, ends, tables.ints[:, rows], tables.floats[:, rows]), last, feed
