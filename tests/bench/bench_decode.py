@@ -7,7 +7,8 @@ which every sequence decodes. Once per model also the time to the first token of
 the device holds. Beside it: the floor (bytes that must move over the copy rate), the bare graph of the model's step
 from bench_step, and the figure of vLLM 0.26.0 on the same card (docs/performance.md). Every run is checked in the same
 process: four answers are judged by the same weights in fp32, against what torch's own bf16 operators would choose (see
-decode_judge). A time below the floor is refused. Results: decode.json.
+decode_judge). A time below the floor, or an unsound answer, is no result: it is reported and the exit status is 1.
+Results: decode.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -45,6 +47,10 @@ WARM = 4
 """Tokens of a run that only compiles and records."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=NEW, ignore_eos=True)
+
+
+class Refused(Exception):
+    """A figure that was not earned."""
 
 
 def engine_over(model: CausalLM, seqs: int) -> tuple[LLMEngine, DeviceExecutor, float]:
@@ -113,7 +119,7 @@ def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: 
     prompts = prompts_for(model, batch, 2)
     answers, intervals = generate(engine, prompts, GREEDY)
     if any(len(answer) != NEW for answer in answers):
-        raise RuntimeError(f"answers have {sorted(set(map(len, answers)))} tokens, not {NEW}")
+        raise Refused(f"answers have {sorted(set(map(len, answers)))} tokens, not {NEW}")
     verdict = judge.verdict(prompts[:4], answers[:4])
     generate(engine, prompts, replace(SAMPLED, max_tokens=WARM))
     _, sampled = generate(engine, prompts, SAMPLED)
@@ -129,9 +135,9 @@ def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: 
     }  # fmt: skip
     print(row, flush=True)
     if tpot < floor:
-        raise RuntimeError(f"{tpot} ms is below the floor of {floor} ms: something was not computed")
+        raise Refused(f"{tpot} ms is below the floor of {floor} ms: something was not computed")
     if not verdict.is_sound:
-        raise RuntimeError(f"greedy choices fall further behind those of fp32 than torch's own do: {verdict}")
+        raise Refused(f"greedy choices fall further behind those of fp32 than torch's own do: {verdict}")
     return row
 
 
@@ -142,6 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
     rows: list[dict[str, Any]] = []
+    refused = 0
     for name in args.models.split(","):
         with torch.no_grad():
             model = bench_step.build(name, positions=4096)
@@ -150,18 +157,18 @@ def main() -> None:
         judge = Judge(model, bench_step.CONFIGS[name](), 4096)
         turn = turns(engine, model)
         print(f"{name}: first token of a turn {turn:.2f} ms", flush=True)
+        once = {"build_seconds": round(seconds, 1), "turn_ttft_ms": round(turn, 2)}
         for batch in batches:
-            rows.append(
-                {
-                    **measure(engine, model, judge, name, batch),
-                    "build_seconds": round(seconds, 1),
-                    "turn_ttft_ms": round(turn, 2),
-                }
-            )
+            try:
+                rows.append({**measure(engine, model, judge, name, batch), **once})
+            except Refused as refusal:
+                print(f"{name}, batch {batch}: {refusal}", flush=True)
+                refused += 1
             save("decode.json", {"results": rows})
         engine.close()
         del engine, executor, model, judge
         torch.cuda.empty_cache()
+    sys.exit(1 if refused else 0)
 
 
 if __name__ == "__main__":
