@@ -59,8 +59,8 @@ test-gpu: ## kernels on a CUDA device
 	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings= \
 		$$($${PYTHON:-python3} -c "import xdist" 2>/dev/null && echo "-n 12")  # compiling is most of it: about 1 minute, 7 without xdist
 
-bench-gpu: ## PART=decode: time per output token through the engine, on a CUDA device; JSON to $OUT when it is set
-	@case "$(PART)" in decode) ;; *) echo "PART must be decode"; exit 2 ;; esac
+bench-gpu: ## PART=decode, prefill, chat, restore or cold: through the engine, on a CUDA device; JSON to $OUT when it is set
+	@case "$(PART)" in decode|prefill|chat|restore|cold) ;; *) echo "PART must be decode, prefill, chat, restore or cold"; exit 2 ;; esac
 	PYTHONPATH=kernels:runtime:. $${PYTHON:-python3} tests/bench/bench_$(PART).py
 
 openapi: install ## regenerate docs/openapi.json

@@ -92,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         # torch takes seconds to import: not before the ports are open.
         module = importlib.import_module("engram_runtime.engine.async_engine")
         loaded: AsyncLLMEngine = module.AsyncLLMEngine.from_config(engine, snapshots)
+        importlib.import_module("engram_runtime.engine.process").settle()
         return loaded
 
     return serve(server_config(options), load)

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from engram_runtime.loader.header import TensorInfo
 
 PIECE_BYTES = 16 << 20
 THREADS = 8
+DISK_READERS = 2
+"""Threads that read what no page cache has: a disk gives less to eight of them than to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def pieces(weights: Sequence[tuple[TensorInfo, Tensor]]) -> Iterator[_Piece]:
 def stream_weights(weights: Sequence[tuple[TensorInfo, Tensor]], done: Callable[[int], None]) -> None:
     """Fill contiguous tensors of the stored dtype; `done` is told the bytes of each piece. CheckpointError as a file
     cannot be read."""
-    work, lock = pieces(weights), threading.Lock()
+    work, lock, disk = pieces(weights), threading.Lock(), threading.Semaphore(DISK_READERS)
 
     def take() -> _Piece | None:
         with lock:
@@ -52,7 +55,7 @@ def stream_weights(weights: Sequence[tuple[TensorInfo, Tensor]], done: Callable[
     if weights:
         device = weights[0][1].device
         with ThreadPoolExecutor(THREADS, thread_name_prefix="engram-weights") as pool:
-            workers = [pool.submit(_Worker(device).run, take, done) for _ in range(THREADS)]
+            workers = [pool.submit(_Worker(device, disk).run, take, done) for _ in range(THREADS)]
         for worker in workers:
             worker.result()
 
@@ -60,8 +63,8 @@ def stream_weights(weights: Sequence[tuple[TensorInfo, Tensor]], done: Callable[
 class _Worker:
     """Two buffers: one is read into while the other is copied."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, disk: threading.Semaphore) -> None:
+        self._device, self._disk = device, disk
         self._files: dict[Path, int] = {}
 
     @torch.inference_mode(False)
@@ -98,11 +101,27 @@ class _Worker:
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
-            filled = 0
-            while filled < len(view):
-                count = os.preadv(self._files[piece.file], [view[filled:]], piece.offset + filled)
-                if count <= 0:
-                    raise CheckpointError(f"{piece.file}: ends before byte {piece.offset + len(view)}")
-                filled += count
+            descriptor = self._files[piece.file]
+            filled = _cached(descriptor, view, piece.offset)
+            with self._disk if filled < len(view) else nullcontext():
+                while filled < len(view):
+                    count = os.preadv(descriptor, [view[filled:]], piece.offset + filled)
+                    if count <= 0:
+                        raise CheckpointError(f"{piece.file}: ends before byte {piece.offset + len(view)}")
+                    filled += count
         except OSError as error:
             raise CheckpointError(f"{piece.file}: cannot be read: {error.strerror}") from error
+
+
+def _cached(descriptor: int, view: memoryview, offset: int) -> int:
+    """Bytes of the page cache that stand at the beginning of `view`, read without asking the disk."""
+    filled = 0
+    try:
+        while filled < len(view):
+            count = os.preadv(descriptor, [view[filled:]], offset + filled, os.RWF_NOWAIT)
+            if count <= 0:
+                break
+            filled += count
+    except OSError:  # nothing there, or a file system that cannot say
+        pass
+    return filled

@@ -1,0 +1,216 @@
+"""What the benchmarks through the engine share: an engine over a model, requests driven to their end, a reference.
+
+No HTTP and no tokenizer. Times are taken where a caller takes them: from `add_request` until the output is returned.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram_kernels import Ops
+from engram_kernels.backends import OP_NAMES
+from engram_runtime.engine import process
+from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.loading import snapshot_service
+from engram_runtime.engine.outputs import RequestOutput
+from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.engine.turns import TurnSpec
+from engram_runtime.executor.device.build import build_executor
+from engram_runtime.executor.device.executor import DeviceExecutor
+from engram_runtime.executor.memory import CacheRequest
+from engram_runtime.executor.transfer import state_layout
+from engram_runtime.layers.weights import Build
+from engram_runtime.models.base import CausalLM
+from engram_runtime.models.registry import model_class
+from engram_runtime.snapshots.types import SnapshotConfig
+from tests.bench import bench_step
+from tests.bench.gpu_timing import MATMUL_TFLOPS
+from tests.support.kernel_cases import make_step
+
+STEP_TOKENS = 8192
+TIE = 0.15
+"""Log-probability by which a first choice may fall behind another way of computing the same logits in bf16."""
+
+
+@dataclass
+class Run:
+    """One request as its caller saw it; seconds of `time.perf_counter`."""
+
+    sent: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.times[0] - self.sent) * 1e3
+
+    @property
+    def tpot_ms(self) -> list[float]:
+        return [(b - a) * 1e3 for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to be driven: greedy, exactly `new` tokens."""
+
+    prompt: Sequence[int]
+    new: int
+    turn: TurnSpec | None = None
+
+
+def make_engine(
+    model: CausalLM,
+    seqs: int,
+    window: int,
+    tokens: int,
+    *,
+    snapshots: SnapshotConfig | None = None,
+    checkpoints: int | None = None,
+    step_tokens: int = STEP_TOKENS,
+) -> tuple[LLMEngine, DeviceExecutor]:
+    """An engine with room for `tokens` tokens; `snapshots`: with the service behind it, as `engram serve` has it."""
+    executor = build_executor(
+        model,
+        Ops.bind("cuda", torch.bfloat16),
+        CacheRequest(seqs, window, kv_cache_tokens=tokens, checkpoint_slots=checkpoints),
+        torch.device("cuda"),
+        max_num_batched_tokens=step_tokens,
+        utilization=None,
+        record=True,
+    )
+    service = None
+    if snapshots is not None:
+        service = snapshot_service(snapshots, "0" * 64, state_layout(model.spec), executor)
+    process.settle()  # as `engram serve` does
+    config = EngineConfig("random", max_num_seqs=seqs, max_num_batched_tokens=step_tokens, seed=0, progress=False)
+    engine = LLMEngine(
+        config, executor, vocab_size=model.spec.vocab_size, snapshots=service, transfer=executor.transfer
+    )
+    return engine, executor
+
+
+def random_tokens(model: CausalLM, count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(model.spec.vocab_size) for _ in range(count)]
+
+
+def drive(
+    engine: LLMEngine, asks: Mapping[str, Ask], each_step: Callable[[float], None] | None = None
+) -> dict[str, Run]:
+    """All requests at once, until the last has ended. `each_step` is told when each step returned."""
+    runs: dict[str, Run] = {}
+    for name, ask in asks.items():
+        runs[name] = Run(time.perf_counter())
+        params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
+        engine.add_request(name, ask.prompt, params, turn=ask.turn)
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            run = runs[output.request_id]
+            run.tokens += output.new_token_ids
+            run.times += [now] * len(output.new_token_ids)
+            run.last = output
+        if each_step is not None:
+            each_step(now)
+        if engine.idle and not outputs:
+            engine.wait(0.01)
+    for name, ask in asks.items():
+        if len(runs[name].tokens) != ask.new:
+            raise RuntimeError(f"{name} has {len(runs[name].tokens)} tokens, not {ask.new}")
+    return runs
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def rounded(values: Sequence[float], digits: int = 2) -> dict[str, float]:
+    """Mean, median and 95th percentile."""
+    return {
+        "mean": round(statistics.fmean(values), digits),
+        "p50": round(statistics.median(values), digits),
+        "p95": round(percentile(values, 0.95), digits),
+    }
+
+
+# The reference
+
+
+@torch.no_grad()
+def reference_model(model: CausalLM, name: str, positions: int = 4096) -> CausalLM:
+    """The same weights behind torch's own operators."""
+    config = bench_step.CONFIGS[name]()
+    own = dict(model.named_parameters(remove_duplicate=False))
+    device = next(iter(own.values())).device
+    ops = Ops.bind(device, torch.bfloat16, dict.fromkeys(OP_NAMES, "torch"))
+    build = Build(ops, device, torch.bfloat16)
+    twin = model_class(config.model_type)(config, build, max_positions=positions)
+    for path, _ in list(twin.named_parameters(remove_duplicate=False)):
+        owner, _, attribute = path.rpartition(".")
+        setattr(twin.get_submodule(owner), attribute, own[path])
+    return twin.eval()
+
+
+@torch.inference_mode()
+def reference_scores(twin: CausalLM, tokens: Sequence[int], first: int) -> Tensor:
+    """Log-probabilities [n, V] fp32 of what follows each of the tokens from `first` - 1 on, in one forward pass."""
+    device = str(next(twin.parameters()).device)
+    meta, pool = make_step([(len(tokens), len(tokens))], device=device)
+    hidden = twin(torch.tensor(tokens, device=device), meta, bench_step.caches(twin, pool, 3))
+    return twin.logits(hidden[first - 1 : len(tokens) - 1]).log_softmax(-1)
+
+
+def worst_choice(twin: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Largest log-probability by which a token of a greedy answer falls behind the reference's first choice.
+
+    RuntimeError above `TIE`, which half precision does not explain.
+    """
+    scores = reference_scores(twin, [*prompt, *answer], len(prompt))
+    chosen = scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]
+    worst = float((scores.max(-1).values - chosen).max())
+    if not worst <= TIE:
+        raise RuntimeError(f"a greedy choice falls {worst} behind the reference's")
+    return round(worst, 4)
+
+
+# Floors
+
+
+def prefill_floor_ms(model: CausalLM, tokens: int) -> float:
+    """Products of a prompt over the card's matrix rate: layers for every token, attention, one row of logits."""
+    spec, config = model.spec, model.spec.config
+    weights = 0.0
+    for path, parameter in model.named_parameters():
+        if parameter.dim() < 2 or "embed_tokens" in path or "lm_head" in path or "conv" in path:
+            continue
+        share = 1.0
+        if path.endswith(("w_in", "w_out")):
+            share = int(config["num_experts_per_tok"]) / parameter.shape[0]
+        weights += parameter.numel() * share
+    attention = 2 * tokens * tokens * spec.num_q_heads * spec.head_dim * spec.num_attention_layers
+    return (2 * tokens * weights + attention) / MATMUL_TFLOPS / 1e9
+
+
+def against(row: dict[str, Any], figure: float, *, floor: float | None, bar: float | None, peer: float | None) -> None:
+    """Add floor, bar and vLLM's figure to a row of times (smaller is better); RuntimeError below the floor."""
+    if floor is not None and figure < floor:
+        raise RuntimeError(f"{row}: {figure} is below the floor of {floor}: something was not computed")
+    row.update(
+        floor_ms=None if floor is None else round(floor, 3),
+        percent_of_floor=None if floor is None else round(100 * floor / figure),
+        bar=bar,
+        met=None if bar is None else figure <= bar,
+        vllm=peer,
+    )
+    print(row, flush=True)
