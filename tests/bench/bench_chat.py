@@ -6,7 +6,8 @@ Each turn sends everything said so far and 40 new tokens, of which the last 3 ar
 generated: 124,500 prompt tokens in all. The engine runs as `engram serve` has it, with snapshots into host memory and
 the boundaries of a chat (user_start, history, turn_end). Counted: prompt tokens computed (bar: the new ones, which are
 the 40 and the token sampled last, and no history), the time to the first token, the time per output token. The last
-answers are compared with torch's own operators in this process, whole history included. Results: chat.json.
+answers are judged by the same weights in fp32 in this process, whole history included (decode_judge).
+Results: chat.json.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from engram_runtime.engine.turns import TurnSpec
 from engram_runtime.models.base import CausalLM
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.bench import bench_step
+from tests.bench.decode_judge import Judge
 from tests.bench.engine_runs import (
     Ask,
     Run,
     against,
     drive,
+    judged,
     make_engine,
     random_tokens,
-    reference_model,
     rounded,
-    worst_choice,
 )
 from tests.bench.gpu_timing import COPY_TBS, save
 
@@ -82,7 +83,7 @@ def talk(engine: LLMEngine, chats: Sequence[Chat], turns: int) -> list[Run]:
     return found
 
 
-def measure(engine: LLMEngine, model: CausalLM, name: str, chats: int, twin: CausalLM) -> dict[str, Any]:
+def measure(engine: LLMEngine, model: CausalLM, name: str, chats: int, judge: Judge) -> dict[str, Any]:
     talk(engine, [Chat(model, f"warm{chats}-{i}", 100 * chats + i) for i in range(chats)], WARM_UP)
     before = engine.stats()
     talkers = [Chat(model, f"chat{chats}-{i}", 5000 * chats + i) for i in range(chats)]
@@ -114,7 +115,7 @@ def measure(engine: LLMEngine, model: CausalLM, name: str, chats: int, twin: Cau
     if computed > fresh or row["recomputed"]:
         raise RuntimeError(f"{computed} prompt tokens were computed, {fresh} are new")
     last = talkers[-1].tokens
-    row["worst_tie"] = worst_choice(twin, last[:-ANSWER], last[-ANSWER:])
+    row.update(judged(judge, [last[:-ANSWER]], [last[-ANSWER:]]))
     return row
 
 
@@ -126,14 +127,14 @@ def main() -> None:
     for name in args.models.split(","):
         with torch.no_grad():
             model = bench_step.build(name, positions=6144)
-        twin = reference_model(model, name, 6144)
+        judge = Judge(model, bench_step.CONFIGS[name](), 6144)
         snapshots = SnapshotConfig(tenant_key=bytes(range(32)), host_bytes=16 << 30, gc_interval_seconds=0)
         engine, _ = make_engine(model, MANY, 6144, 2 * MANY * 6144, snapshots=snapshots, checkpoints=96)
         for chats in (1, MANY):
-            rows.append(measure(engine, model, name, chats, twin))
+            rows.append(measure(engine, model, name, chats, judge))
             save("chat.json", {"results": rows})
         engine.close()
-        del engine, model, twin
+        del engine, model, judge
         torch.cuda.empty_cache()
 
 

@@ -5,9 +5,9 @@
 A checkpoint with random weights is written to this machine's disk first. Then processes are started as `engram serve`
 starts (weights are read ahead while torch is imported; no HTTP): with an empty Triton cache and no page of the
 checkpoint in memory, with the Triton cache filled and still no page, and with both. Each reports when its phases were
-over, counted from its own start, and its first greedy tokens, which must be the same every time and the ones that
-torch's operators choose over the same weights. Floor: the checkpoint at the rate of this disk (the link, where the page
-cache has it). Results: cold.json.
+over, counted from its own start, and its greedy tokens, which the same weights in fp32 judge at the end (see
+decode_judge); that a load puts on the card bit for bit what was written is checked as well. Floor: the checkpoint at
+the rate of this disk (the link, where the page cache has it). Results: cold.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from engram_runtime.loader.prefetch import prefetch
 
-PROMPT, NEW = 512, 4
+PROMPT, NEW = 512, 48
 BAR_S = {"warm": 15.0, "cold": 60.0}
 VLLM_S = {"cold": "65-175", "warm": "27"}
 SHARD_BYTES = 4 << 30
@@ -51,19 +51,15 @@ def child(path: Path) -> None:
     os._exit(0)  # what ends with the process need not be freed first
 
 
-def write_checkpoint(name: str, folder: Path) -> tuple[int, float, list[int]]:
-    """Random weights as a published checkpoint has them; bytes, seconds to write them, and the reference's tokens."""
+def write_checkpoint(name: str, folder: Path) -> tuple[int, float, dict[str, int]]:
+    """Random weights as a published checkpoint has them; bytes, seconds to write them, and a sum of each parameter."""
     import tokenizers
     import torch
     import transformers
     from safetensors.torch import save_file
 
     from tests.bench import bench_step
-    from tests.bench.engine_runs import (
-        random_tokens,
-        reference_model,
-        reference_scores,
-    )
+    from tests.bench.engine_runs import random_tokens
 
     with torch.no_grad():
         model = bench_step.build(name, positions=4096)
@@ -71,7 +67,8 @@ def write_checkpoint(name: str, folder: Path) -> tuple[int, float, list[int]]:
     config.architectures, config.dtype = ["CausalLMForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
+    tokenizer: Any = transformers.PreTrainedTokenizerFast
+    tokenizer(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
     prompt = random_tokens(model, PROMPT, 11)
     (folder / "prompt.json").write_text(json.dumps(prompt))
     started, shards, sizes = time.perf_counter(), list[dict[str, torch.Tensor]]([{}]), [0]
@@ -93,12 +90,42 @@ def write_checkpoint(name: str, folder: Path) -> tuple[int, float, list[int]]:
         os.fsync(descriptor)
         os.close(descriptor)
     seconds = time.perf_counter() - started
-    twin, expected = reference_model(model, name), list[int]()
-    for _ in range(NEW):
-        expected.append(int(reference_scores(twin, [*prompt, *expected, 0], PROMPT + len(expected))[-1].argmax()))
-    del model, twin
+    sums = parameter_sums(model)
+    del model
     torch.cuda.empty_cache()
-    return sum(sizes), seconds, expected
+    return sum(sizes), seconds, sums
+
+
+def parameter_sums(model: Any) -> dict[str, int]:
+    """For each parameter a sum of its words, weighted by their places (modulo 2^64)."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        words = parameter.detach().view(-1).view(torch.int16 if parameter.element_size() == 2 else torch.int32)
+        places = torch.arange(1, words.numel() + 1, device=words.device)
+        found[name] = int((words.long() * places).sum())
+    return found
+
+
+def judge_starts(name: str, folder: Path, sums: dict[str, int], answers: list[list[int]]) -> dict[str, float]:
+    """Load the checkpoint once more, compare it with what was written, and judge what the starts generated."""
+    import torch
+
+    from engram_kernels import Ops
+    from engram_runtime.loader.model import load_model
+    from tests.bench import bench_step
+    from tests.bench.decode_judge import Judge
+    from tests.bench.engine_runs import judged
+
+    ops = Ops.bind("cuda", torch.bfloat16)
+    model = load_model(folder, device="cuda", dtype="bfloat16", ops=ops, max_positions=4096)
+    loaded = parameter_sums(model)
+    wrong = [key for key, value in sums.items() if loaded.get(key) != value]
+    if wrong:
+        raise RuntimeError(f"other weights were loaded than were written: {wrong[:3]}")
+    prompt = json.loads((folder / "prompt.json").read_text())
+    return judged(Judge(model, bench_step.CONFIGS[name](), 4096), [prompt] * len(answers), answers)
 
 
 def drop_pages(folder: Path) -> None:
@@ -124,11 +151,11 @@ def start(folder: Path, triton: Path) -> tuple[float, dict[str, Any]]:
 def measure(name: str, folder: Path) -> list[dict[str, Any]]:
     from tests.bench.bench_restore import disk_rate
 
-    nbytes, seconds, expected = write_checkpoint(name, folder)
+    nbytes, seconds, sums = write_checkpoint(name, folder)
     print(f"{name}: {nbytes / 1e9:.1f} GB written in {seconds:.1f} s", flush=True)
     drop_pages(folder)
     rate = disk_rate(folder)
-    rows = []
+    rows, answers = list[dict[str, Any]](), list[list[int]]()
     triton = folder / "triton"
     for triton_cache, page_cache in (("cold", "cold"), ("warm", "cold"), ("warm", "warm")):
         if page_cache == "cold":
@@ -142,16 +169,15 @@ def measure(name: str, folder: Path) -> list[dict[str, Any]]:
             "first_token_s": round(first, 2), "process_s": round(wall, 2), "disk_gb_per_s": round(rate, 2),
             "floor_s": round(floor, 2), "percent_of_floor": round(100 * floor / first), "bar_s": BAR_S[triton_cache],
             "met": first <= BAR_S[triton_cache], "vllm_s": VLLM_S[triton_cache],
-            "same_as_reference": said["tokens"] == expected,
         }  # fmt: skip
         print(row, flush=True)
         if first < floor / 2:  # the page cache cannot be emptied by order, only by advice
             raise RuntimeError(f"{first} s are far below the floor of {floor} s")
-        if said["tokens"][0] != expected[0]:
-            raise RuntimeError(f"the first token is {said['tokens']}, torch's operators choose {expected}")
         rows.append(row)
-    if len({str(row["same_as_reference"]) for row in rows}) != 1:
-        raise RuntimeError("starts differ in what they generate")
+        answers.append(said["tokens"])
+    verdict = judge_starts(name, folder, sums, answers)
+    for row in rows:
+        row.update(verdict)
     return rows
 
 

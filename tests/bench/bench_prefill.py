@@ -5,8 +5,8 @@
 Random weights of the published shapes. Per model: the time to the first token of prompts of 8,192 and 32,768 tokens
 (chunks of 8,192), and the output rate of 128 requests at once (512 in, 128 out). For Qwen3-0.6B also what the original
 lite-llama measures: batch 4, prompts of 25 tokens, 64 generated. Every prompt is new, so nothing is a prefix hit (the
-counter of computed tokens is checked). Answers to a second seed are compared with torch's own operators over the same
-weights in this process. Beside each figure: its floor (products over the matrix rate), the bar and vLLM 0.26.0 on the
+counter of computed tokens is checked). Answers of two seeds are judged in this process by the same weights in fp32 (see
+decode_judge). Beside each figure: its floor (products over the matrix rate), the bar and vLLM 0.26.0 on the
 same kind of card. Results: prefill.json.
 """
 
@@ -22,15 +22,15 @@ import torch
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.models.base import CausalLM
 from tests.bench import bench_step
+from tests.bench.decode_judge import Judge
 from tests.bench.engine_runs import (
     Ask,
     against,
     drive,
+    judged,
     make_engine,
     prefill_floor_ms,
     random_tokens,
-    reference_model,
-    worst_choice,
 )
 from tests.bench.gpu_timing import COPY_TBS, save
 
@@ -39,13 +39,13 @@ ROUNDS = {8192: 5, 32768: 3}
 MANY, MANY_IN, MANY_OUT = 128, 512, 128
 CHECKED = 900
 """Prompt tokens of the comparison with the reference: longer than a tile, and no multiple of anything."""
-BAR_MS = {
+BAR_MS: dict[str, dict[int, float]] = {
     "Qwen3-0.6B": {8192: 34, 32768: 270},
     "Qwen3-8B": {8192: 205, 32768: 1220},
     "Llama-3.1-8B": {8192: 202, 32768: 1170},
     "Granite-4.0-H-tiny": {8192: 70, 32768: 250},
 }
-VLLM_MS = {
+VLLM_MS: dict[str, dict[int, float]] = {
     "Qwen3-0.6B": {8192: 37.8, 32768: 277},
     "Qwen3-8B": {8192: 218, 32768: 1233},
     "Llama-3.1-8B": {8192: 214, 32768: 1183},
@@ -55,11 +55,11 @@ MANY_BAR = {"Qwen3-0.6B": 23000, "Qwen3-8B": 7000, "Granite-4.0-H-tiny": 12000}
 MANY_VLLM = {"Qwen3-0.6B": 19290, "Qwen3-8B": 6261, "Granite-4.0-H-tiny": 9081}
 
 
-def checked(engine: LLMEngine, model: CausalLM, twin: CausalLM, seed: int) -> float:
-    """See `worst_choice`: 8 tokens after a prompt, against torch's operators."""
-    prompt = random_tokens(model, CHECKED, seed)
-    run = drive(engine, {"check": Ask(prompt, 8)})["check"]
-    return worst_choice(twin, prompt, run.tokens)
+def checked(engine: LLMEngine, model: CausalLM, judge: Judge, seed: int) -> dict[str, float]:
+    """Two prompts at once, and what is thought of their answers."""
+    asks = {f"check{i}": Ask(random_tokens(model, CHECKED, seed + i), 48) for i in range(2)}
+    runs = drive(engine, asks)
+    return judged(judge, [ask.prompt for ask in asks.values()], [run.tokens for run in runs.values()])
 
 
 def first_token(engine: LLMEngine, model: CausalLM, name: str, length: int) -> dict[str, Any]:
@@ -134,23 +134,23 @@ def main() -> None:
             model = bench_step.build(name)
         # Room for every prompt of a part, so that none has to be evicted while it is timed.
         engine, _ = make_engine(model, MANY, 33_000, 140_000, checkpoints=2)
-        twin = reference_model(model, name)
-        worst = checked(engine, model, twin, 1)
+        judge = Judge(model, bench_step.CONFIGS[name](), 4096)
+        checked(engine, model, judge, 1)
         for length in LONG:
             results["first_token"].append(first_token(engine, model, name, length))
         if name != "Llama-3.1-8B":
             results["many"].append(many(engine, model, name))
         if name == "Qwen3-0.6B":
             results["seed_protocol"].append(seed_protocol(engine, model, name))
-        worst = max(worst, checked(engine, model, twin, 2))
-        print(name, "worst choice beside torch's operators", worst, flush=True)
+        verdict = checked(engine, model, judge, 1001)
+        print(name, verdict, flush=True)
         for rows in results.values():
             for row in rows:
                 if row["model"] == name:
-                    row["worst_tie"] = worst
+                    row.update(verdict)
         save("prefill.json", {"results": results})
         engine.close()
-        del engine, model, twin
+        del engine, model, judge
         torch.cuda.empty_cache()
 
 

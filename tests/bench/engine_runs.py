@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram_kernels import Ops
-from engram_kernels.backends import OP_NAMES
 from engram_runtime.engine import process
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
@@ -28,17 +26,12 @@ from engram_runtime.executor.device.build import build_executor
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.memory import CacheRequest
 from engram_runtime.executor.transfer import state_layout
-from engram_runtime.layers.weights import Build
 from engram_runtime.models.base import CausalLM
-from engram_runtime.models.registry import model_class
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.bench import bench_step
+from tests.bench.decode_judge import Judge
 from tests.bench.gpu_timing import MATMUL_TFLOPS
-from tests.support.kernel_cases import make_step
 
 STEP_TOKENS = 8192
-TIE = 0.15
-"""Log-probability by which a first choice may fall behind another way of computing the same logits in bf16."""
 
 
 @dataclass
@@ -147,41 +140,12 @@ def rounded(values: Sequence[float], digits: int = 2) -> dict[str, float]:
 # The reference
 
 
-@torch.no_grad()
-def reference_model(model: CausalLM, name: str, positions: int = 4096) -> CausalLM:
-    """The same weights behind torch's own operators."""
-    config = bench_step.CONFIGS[name]()
-    own = dict(model.named_parameters(remove_duplicate=False))
-    device = next(iter(own.values())).device
-    ops = Ops.bind(device, torch.bfloat16, dict.fromkeys(OP_NAMES, "torch"))
-    build = Build(ops, device, torch.bfloat16)
-    twin = model_class(config.model_type)(config, build, max_positions=positions)
-    for path, _ in list(twin.named_parameters(remove_duplicate=False)):
-        owner, _, attribute = path.rpartition(".")
-        setattr(twin.get_submodule(owner), attribute, own[path])
-    return twin.eval()
-
-
-@torch.inference_mode()
-def reference_scores(twin: CausalLM, tokens: Sequence[int], first: int) -> Tensor:
-    """Log-probabilities [n, V] fp32 of what follows each of the tokens from `first` - 1 on, in one forward pass."""
-    device = str(next(twin.parameters()).device)
-    meta, pool = make_step([(len(tokens), len(tokens))], device=device)
-    hidden = twin(torch.tensor(tokens, device=device), meta, bench_step.caches(twin, pool, 3))
-    return twin.logits(hidden[first - 1 : len(tokens) - 1]).log_softmax(-1)
-
-
-def worst_choice(twin: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Largest log-probability by which a token of a greedy answer falls behind the reference's first choice.
-
-    RuntimeError above `TIE`, which half precision does not explain.
-    """
-    scores = reference_scores(twin, [*prompt, *answer], len(prompt))
-    chosen = scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]
-    worst = float((scores.max(-1).values - chosen).max())
-    if not worst <= TIE:
-        raise RuntimeError(f"a greedy choice falls {worst} behind the reference's")
-    return round(worst, 4)
+def judged(judge: Judge, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, float]:
+    """What a row says of its own soundness (see `decode_judge`); RuntimeError when the answers are not sound."""
+    verdict = judge.verdict(prompts, answers)
+    if not verdict.is_sound:
+        raise RuntimeError(f"greedy choices fall further behind those of fp32 than torch's own do: {verdict}")
+    return {"behind_fp32": round(verdict.ours, 4), "torch_behind_fp32": round(verdict.torch, 4)}
 
 
 # Floors
