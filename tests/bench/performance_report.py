@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench import performance_parts
+
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -39,7 +41,7 @@ What limits these figures, and what was not run:
   the MoE Granite behind the device executor (0.0587 against 1.3 times the 0.0378 of torch's own operators).
 - After these runs the padding of recorded prefill steps was corrected (a hybrid with 64 sequences had read it). That
   code has been run on the CPU only, and Granite-4.0-H-tiny has no row here for that reason.
-- HTTP and the tokenizer are outside; restores, chats and cold start have no GPU figures yet.
+- HTTP and the tokenizer are outside.
 
 ## Whole steps without the engine
 
@@ -106,5 +108,11 @@ def render(decode: Mapping[str, Any], step: Mapping[str, Any], kernels: Mapping[
     )
 
 
+def page() -> str:
+    """The whole page as the committed results make it."""
+    parts = performance_parts.render({part: load(part) for part in performance_parts.PARTS}, table)
+    return render(load("decode"), load("step"), load("kernels")) + parts
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render(load("decode"), load("step"), load("kernels")), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
