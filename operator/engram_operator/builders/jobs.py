@@ -20,7 +20,7 @@ APP = "engram-snapshots"  # never an engine's name: no Service may select such a
 CONTAINER = "snapshots"
 DEADLINE_SECONDS = 900
 KEPT_SECONDS = 300  # after its end, for whoever wants to read its log
-RETRIES = 2
+RETRIES = 0  # the operator makes another Job, and tells meanwhile why the first one failed
 
 
 def erase_args(policy: SnapshotPolicy, snapshot_ids: Sequence[str]) -> list[str]:

@@ -46,7 +46,13 @@ JOB_WAIT_S = 60.0  # its events come sooner
 ENGINE_ATTEMPTS = 3  # then a Job is asked, whatever the engines' trouble is
 SOON_S = 0.5
 TERMINATING = "is being terminated"
-_REASONS = re.compile(r"\b(AccessDenied|BucketNotFound|TLSError|Unreachable)\b")
+# What a Job's last words mean, in the terms of the conditions.
+_REASONS = {
+    "AccessDenied": re.compile(r"\bAccessDenied\b"),
+    "BucketNotFound": re.compile(r"\b(BucketNotFound|BucketMissing|NoSuchBucket)\b"),
+    "TLSError": re.compile(r"\bTLSError\b|certificate verify failed"),
+    "Unreachable": re.compile(r"\bUnreachable\b|Could not connect to the endpoint|timed? ?out", re.IGNORECASE),
+}
 
 
 class _Engines(enum.Enum):
@@ -374,6 +380,6 @@ def _last_words(pods: Sequence[Object]) -> tuple[str | None, str]:
             ended: Mapping[str, Any] = (entry.get("state") or {}).get("terminated") or {}
             if ended.get("exitCode"):
                 text = str(ended.get("message") or "").strip()
-                known = _REASONS.search(text)
-                return (known[0] if known else None), text
+                known = next((reason for reason, words in _REASONS.items() if words.search(text)), None)
+                return known, text
     return None, ""

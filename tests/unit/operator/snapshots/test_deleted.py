@@ -193,6 +193,24 @@ async def test_a_job_that_fails_says_why_and_another_is_made_later(world):
     assert world.snapshot() is None
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("engram: BucketMissing: cannot read format/heads: NoSuchBucket: None", "BucketNotFound"),
+        ('engram: cannot read format/heads: Could not connect to the endpoint URL: "http://s:9/b"', "Unreachable"),
+        ("engram: something else", "JobFailed"),
+    ],
+)
+async def test_a_jobs_last_words_become_a_reason(world, words, reason):
+    await taken(world)
+    await world.lose_pod("m-0")
+    world.delete("s")
+    await world.settle(3)
+    world.end_job(world.jobs()[0]["metadata"]["name"], failed="BackoffLimitExceeded", message=words)
+    await world.settle(1)
+    assert world.condition(kind="DataDeleted") == ("False", reason)
+
+
 async def test_an_engine_that_comes_back_is_not_needed_by_a_job(world):
     """A Job that waits for ever, and a model that runs again: both may do it, and the object goes once."""
     await taken(world)
