@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import yaml
 
 from engram_operator.local.endpoints import EndpointsFile
@@ -22,6 +21,7 @@ from engram_operator.local.plan import LocalPod, Machine
 from engram_operator.local.secrets import LocalSecrets
 from engram_operator.local.up import ADMIN_OFFSET, LocalCluster, plan_pods
 from engram_operator.resources import Schemas, load_files
+from tests.support import loopback
 from tests.support.ports import free_base
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -161,12 +161,12 @@ class Up:
 
 def about(pod: LocalPod) -> dict[str, Any]:
     """What the stand-in says of itself."""
-    answer: dict[str, Any] = httpx.get(f"{pod.url}/about", trust_env=False).json()
+    answer: dict[str, Any] = loopback.get(f"{pod.url}/about", trust_env=False).json()
     return answer
 
 
 def tell(pod: LocalPod, **answers: int) -> None:
-    httpx.post(f"{pod.url}/set", params=answers, trust_env=False)
+    loopback.post(f"{pod.url}/set", params=answers, trust_env=False)
 
 
 def mode(path: Path) -> int:

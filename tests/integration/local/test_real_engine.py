@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from tests.integration.local.harness import free_port_base
+from tests.support import loopback
 from tests.support.s3_process import S3Server
 from tests.support.tiny import make_tiny
 
@@ -61,7 +61,7 @@ def wait_for(what: str, process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def turn(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     body = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
+    answer = loopback.post(f"{url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
@@ -132,7 +132,7 @@ def stored(url: str, conversation_id: str) -> None:
     """Wait until the turn is in the durable store."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        answer = httpx.get(f"{url}/v1/snapshots", params={"conversation_id": conversation_id}, trust_env=False)
+        answer = loopback.get(f"{url}/v1/snapshots", params={"conversation_id": conversation_id}, trust_env=False)
         if any("store" in item["tiers"] for item in answer.raise_for_status().json()["data"]):
             return
         time.sleep(0.1)

@@ -14,7 +14,7 @@ import transformers
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig, Snapshots
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.counting import Counted
 from tests.support.proofs import KEY
 from tests.support.serving import NAME, Running, serving
@@ -51,7 +51,7 @@ def user(text: str) -> Message:
 def send(running: Running, messages: list[Message], *, key: str = "", **fields: Any) -> httpx.Response:
     body = {"model": NAME, "messages": messages, "temperature": 0, **fields}
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=240)
+    return loopback.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=240)
 
 
 def post(running: Running, messages: list[Message], **fields: Any) -> dict[str, Any]:

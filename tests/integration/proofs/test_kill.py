@@ -19,6 +19,7 @@ import pytest
 
 from engram_runtime.cli.main import main as engram
 from tests.integration.proofs.places import Message, Place, post, reply, user
+from tests.support import loopback
 from tests.support.engine_processes import EngineProcesses
 from tests.support.ports import free_base
 
@@ -76,7 +77,7 @@ class Child:
         deadline = time.monotonic() + 240
         while True:
             with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health/ready").status_code == 200:
+                if loopback.get(f"{self.url}/health/ready").status_code == 200:
                     return
             assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.05)
@@ -91,7 +92,7 @@ class Child:
         """Wait until the server says that it has stored the turn with its answer."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
-            page = httpx.get(f"{self.url}/v1/snapshots", params={"conversation_id": conversation}).json()["data"]
+            page = loopback.get(f"{self.url}/v1/snapshots", params={"conversation_id": conversation}).json()["data"]
             for item in page:
                 after = item["boundary"] in ("turn_end", "next_history")
                 if after and item["turn_number"] == turn and "store" in item["tiers"]:
@@ -202,7 +203,7 @@ def survive(path: Path, child: Child, chooser: random.Random, capsys: pytest.Cap
 
 def ask(child: Child, messages: list[Message]) -> dict[str, Any]:
     body = {"model": "tiny", "messages": messages, "temperature": 0, **LENGTH}
-    answer = httpx.post(f"{child.url}/v1/chat/completions", json=body, timeout=240)
+    answer = loopback.post(f"{child.url}/v1/chat/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.integration.proofs.conftest import Stored
 from tests.integration.proofs.places import Message, Place, post, reply, send, service_of, settle, user
+from tests.support import loopback
 from tests.support.proofs import Site, Talk, message, report
 from tests.support.serving import Running
 from tests.support.tampering import tamper_files, zeroed
@@ -107,7 +107,7 @@ def test_an_unknown_snapshot_is_an_error(place: Place, tier: str) -> None:
         for selector in ("boat:9", "ship:1", "0" * 32):
             answer = send(running, [QUESTION], restore_from=selector)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "snapshot_not_found")
-        assert httpx.delete(f"{running.url}/v1/snapshots/{snapshot_id}").status_code == 200
+        assert loopback.delete(f"{running.url}/v1/snapshots/{snapshot_id}").status_code == 200
         for selector in ("boat:1", snapshot_id):
             assert send(running, [QUESTION], restore_from=selector).status_code == 404
 

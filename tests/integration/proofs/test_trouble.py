@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from engram_runtime.engine.async_engine import AsyncLLMEngine
@@ -24,7 +23,7 @@ from engram_runtime.snapshots.policy.identity import state_abi
 from engram_runtime.snapshots.service import SnapshotService
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.integration.proofs.places import Message, Place, post, reply, service_of, settle, user
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.proofs import KEY
 from tests.support.serving import Running, serving
 
@@ -58,7 +57,7 @@ def chat(checkpoint: Callable[..., Path], kind: str) -> Iterator[Chat]:
 
 def tier(running: Running, name: str) -> dict[str, Any]:
     """As an administrator sees it."""
-    status = httpx.get(f"{running.admin_url}/status").json()
+    status = loopback.get(f"{running.admin_url}/status").json()
     assert status["phase"] == "ready"
     found: dict[str, Any] = next(tier for tier in status["tiers"] if tier["name"] == name)
     return found

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from engram_runtime.cli.main import main
+from tests.support import loopback
 from tests.support.engine_processes import EngineProcesses
 from tests.support.ports import free_port
 from tests.support.s3_process import S3Server
@@ -43,7 +44,7 @@ def serving(processes: EngineProcesses, folder: Path, *flags: object) -> Iterato
 
 def ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
+        return loopback.get(f"{url}/health/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -71,13 +72,13 @@ def test_a_bucket_from_the_command_line(
             "conversation_id": "c",
             "max_tokens": 8,
         }
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
+        answer = loopback.post(f"{url}/v1/chat/completions", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         until = time.monotonic() + 240
         while not (rows := in_store(url)):
             assert time.monotonic() < until
             time.sleep(0.1)
-        (tier,) = [found for found in httpx.get(f"{admin_url}/status").json()["tiers"] if found["name"] == "store"]
+        (tier,) = [found for found in loopback.get(f"{admin_url}/status").json()["tiers"] if found["name"] == "store"]
         assert tier["ready"]
         assert "conditional writes honoured" in tier["message"]
 
@@ -99,5 +100,5 @@ def test_a_bucket_from_the_command_line(
 
 
 def in_store(url: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/snapshots", params={"conversation_id": "c"}).json()["data"]
+    rows: list[dict[str, Any]] = loopback.get(f"{url}/v1/snapshots", params={"conversation_id": "c"}).json()["data"]
     return [row for row in rows if "store" in row["tiers"]]

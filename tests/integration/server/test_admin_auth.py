@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import httpx
 import jwt
 import pytest
 
@@ -13,6 +12,7 @@ from engram_runtime.server.admin_auth import AdminAccounts, AdminDoor
 from engram_runtime.server.errors import ApiError
 from engram_runtime.server.tenants import Tenants
 from tests.integration.server.test_http import fake
+from tests.support import loopback
 from tests.support.fake_cluster import AUDIENCE, ISSUER, OPERATOR, OWN_TOKEN, ec_key, rsa_key, running_cluster
 from tests.support.serving import serving
 
@@ -180,7 +180,7 @@ def test_over_http_beside_admin_keys(cluster, accounts, tmp_path):
 
         def status(token, path="/status", **options):
             headers = {"authorization": f"Bearer {token}"} if token else {}
-            return httpx.get(running.admin_url + path, headers=headers, **options).status_code
+            return loopback.get(running.admin_url + path, headers=headers, **options).status_code
 
         assert status(cluster.token()) == 200
         assert status("root") == 200
@@ -190,5 +190,5 @@ def test_over_http_beside_admin_keys(cluster, accounts, tmp_path):
         for path in ("/metrics", "/health/live", "/health/ready"):
             assert status(None, path) == 200
         # A token of the cluster is no key of the public port.
-        answer = httpx.get(f"{running.url}/v1/models", headers={"authorization": f"Bearer {cluster.token()}"})
+        answer = loopback.get(f"{running.url}/v1/models", headers={"authorization": f"Bearer {cluster.token()}"})
         assert answer.status_code == 401

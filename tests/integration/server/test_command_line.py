@@ -13,6 +13,7 @@ from functools import partial
 import httpx
 import pytest
 
+from tests.support import loopback
 from tests.support.ports import free_port
 from tests.support.stopwatch import Stopwatch
 from tests.support.tiny import make_tiny
@@ -55,7 +56,7 @@ class Serving:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.output()
             try:
-                seen.append(httpx.get(self.url + path, timeout=5).status_code)
+                seen.append(loopback.get(self.url + path, timeout=5).status_code)
                 if seen[-1] == status:
                     return seen
             except httpx.TransportError:
@@ -91,7 +92,7 @@ def test_the_life_of_a_server(processes, model, home):
         assert 503 in server.wait("/health/startup")
         server.wait()
         assert "loading weights" in server.output()
-        first = httpx.post(
+        first = loopback.post(
             f"{server.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"}, timeout=120
         ).json()
         deadline = time.monotonic() + 120
@@ -99,7 +100,7 @@ def test_the_life_of_a_server(processes, model, home):
             assert time.monotonic() < deadline
         row = json.loads(listed.splitlines()[0])
         assert (row["conversation_id"], row["turn_number"]) == ("c", 1)
-        while "store" not in httpx.get(f"{server.url}/v1/snapshots/{row['id']}").json()["tiers"]:
+        while "store" not in loopback.get(f"{server.url}/v1/snapshots/{row['id']}").json()["tiers"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         server.process.kill()
@@ -114,7 +115,7 @@ def test_the_life_of_a_server(processes, model, home):
     with Serving(processes, model, home, "--snapshot-store", store) as server:
         server.wait()
         body = {**BODY, "messages": [{"role": "user", "content": "More"}], "restore_from": "c:1"}
-        second = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+        second = loopback.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
         assert second["engram"]["tier"] == "store"
         assert second["engram"]["restored_tokens"] > first["usage"]["prompt_tokens"]
         chat = engram("chat", "--base-url", server.url, "--stats", "--max-tokens", 4, stdin="Hello\nMore\n")
@@ -134,11 +135,11 @@ def test_signals(processes, model, home):
     with Serving(processes, model, home, "--snapshots-disabled", "--drain-timeout", "60") as server:
         server.wait()
         body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 3900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as response:
+        with loopback.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as response:
             lines = response.iter_lines()  # kept: dropping it would close the connection
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            while httpx.get(f"{server.url}/health/ready").status_code != 503:
+            while loopback.get(f"{server.url}/health/ready").status_code != 503:
                 time.sleep(0.01)
             with Stopwatch() as watch:
                 server.process.send_signal(signal.SIGTERM)

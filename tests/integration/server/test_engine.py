@@ -13,7 +13,7 @@ from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.server.protocol.responses import ChatCompletion, Completion
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.serving import NAME, serving
 from tests.support.stopwatch import Stopwatch
 from tests.support.tiny import make_tiny
@@ -214,7 +214,7 @@ def plain(checkpoint):
 
 def complete(running, prompt="Bees are", **fields):
     body = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=240)
+    answer = loopback.post(f"{running.url}/v1/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     return Completion.model_validate(answer.json())
 
@@ -280,9 +280,9 @@ def test_every_kind_of_completion_request(with_tools, name):
 
 def test_scoring_a_text_gives_the_log_probabilities_of_generating_it(plain):
     """echo with logprobs computes the prompt, in one piece, whatever is cached."""
-    ids = httpx.post(f"{plain.url}/tokenize", json={"prompt": "Bees are"}).json()["tokens"]
+    ids = loopback.post(f"{plain.url}/tokenize", json={"prompt": "Bees are"}).json()["tokens"]
     # Forced by a bias, but reported under the model's own distribution.
-    forced = httpx.post(f"{plain.url}/tokenize", json={"prompt": "yes"}).json()["tokens"][0]
+    forced = loopback.post(f"{plain.url}/tokenize", json={"prompt": "yes"}).json()["tokens"][0]
     made = complete(plain, prompt=ids, logit_bias={str(forced): 100}, logprobs=0, max_tokens=3)
     whole = complete(plain, prompt=[*ids, forced, forced, forced], echo=True, logprobs=1, max_tokens=0)
     scored = whole.choices[0].logprobs
@@ -294,7 +294,7 @@ def test_scoring_a_text_gives_the_log_probabilities_of_generating_it(plain):
 
 
 def test_token_ids_and_text_are_the_same_prompt(plain):
-    ids = httpx.post(f"{plain.url}/tokenize", json={"prompt": "Bees are"}).json()["tokens"]
+    ids = loopback.post(f"{plain.url}/tokenize", json={"prompt": "Bees are"}).json()["tokens"]
     assert complete(plain, prompt=ids).choices == complete(plain).choices
     batch = complete(plain, prompt=[ids, ids])
     assert [choice.text for choice in batch.choices] == [complete(plain).choices[0].text] * 2
@@ -308,7 +308,7 @@ def test_seeds_repeat_and_siblings_differ(plain):
 
 
 def test_bias_and_stops(plain):
-    token = httpx.post(f"{plain.url}/tokenize", json={"prompt": "yes"}).json()["tokens"][0]
+    token = loopback.post(f"{plain.url}/tokenize", json={"prompt": "yes"}).json()["tokens"][0]
     forced = complete(plain, logit_bias={str(token): 100}, logprobs=0)
     assert len(set(forced.choices[0].logprobs.tokens)) == 1
     text = complete(plain, max_tokens=32).choices[0].text
@@ -343,13 +343,13 @@ def test_a_request_that_can_never_fit_is_refused_at_once(plain):
         body = {"model": NAME, "messages": [user("word " * 600 if max_tokens is None else "x " * 20)]}
         if max_tokens:
             body["max_tokens"] = max_tokens
-        answer = httpx.post(f"{plain.url}/v1/chat/completions", json=body, timeout=240)
+        answer = loopback.post(f"{plain.url}/v1/chat/completions", json=body, timeout=240)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_dropped_stream_frees_the_engine(plain):
     body = {"model": NAME, "prompt": "Bees", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{plain.url}/v1/completions", json=body, timeout=240) as response:
+    with loopback.stream("POST", f"{plain.url}/v1/completions", json=body, timeout=240) as response:
         next(response.iter_lines())
     loaded = plain.server.state.loaded
     with Stopwatch() as watch:
@@ -361,7 +361,7 @@ def test_a_dropped_stream_frees_the_engine(plain):
 
 def test_metrics_of_the_engine(plain):
     complete(plain)
-    text = httpx.get(f"{plain.admin_url}/metrics").text
+    text = loopback.get(f"{plain.admin_url}/metrics").text
     assert "engram_time_to_first_token_seconds_count" in text
     tokens = [line for line in text.splitlines() if line.startswith("engram_generation_tokens_total ")]
     assert float(tokens[0].split()[1]) > 0

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support import loopback
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_snapshots import FakeSnapshots
 from tests.support.serving import NAME, serving
@@ -77,7 +78,7 @@ def test_leaving_in_the_middle_of_a_prefill_aborts(quick):
     running, engine = quick
     engine.token_seconds = 30.0
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=0.3)
+        loopback.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=0.3)
     left_at = time.monotonic()
     assert_aborted(engine, left_at)
 
@@ -105,7 +106,7 @@ def test_many_streams_leave_at_once(slow):
 def test_tokens_arrive_as_they_are_made(slow):
     running, _ = slow
     times = []
-    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
+    with loopback.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 times.append(time.monotonic())
@@ -221,9 +222,9 @@ def test_keys_over_http(tmp_path):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
         assert openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret").models.list().data
-        assert httpx.get(f"{running.admin_url}/status").status_code == 401
-        assert httpx.get(f"{running.admin_url}/metrics").status_code == 200
-        assert httpx.get(f"{running.admin_url}/status", headers={"authorization": "Bearer root"}).status_code == 200
+        assert loopback.get(f"{running.admin_url}/status").status_code == 401
+        assert loopback.get(f"{running.admin_url}/metrics").status_code == 200
+        assert loopback.get(f"{running.admin_url}/status", headers={"authorization": "Bearer root"}).status_code == 200
         # A body that nobody may send is not read: the answer comes while it is still on its way.
         with socket.create_connection(("127.0.0.1", running.server.ports[0])) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n{")
@@ -232,9 +233,9 @@ def test_keys_over_http(tmp_path):
 
 def test_large_bodies_get_an_answer():
     with serving(fake, max_body_bytes=100_000) as running:
-        answer = httpx.post(f"{running.url}/v1/completions", content=b"x" * 300_000, timeout=240)
+        answer = loopback.post(f"{running.url}/v1/completions", content=b"x" * 300_000, timeout=240)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
-        assert httpx.get(f"{running.url}/health/ready").status_code == 200
+        assert loopback.get(f"{running.url}/health/ready").status_code == 200
 
 
 def test_http_is_up_while_the_model_loads():
@@ -246,17 +247,17 @@ def test_http_is_up_while_the_model_loads():
         return engine
 
     with serving(load, wait=None) as running:
-        assert httpx.get(f"{running.url}/health/live").status_code == 200
+        assert loopback.get(f"{running.url}/health/live").status_code == 200
         for probe in ("startup", "ready"):
-            answer = httpx.get(f"{running.url}/health/{probe}")
+            answer = loopback.get(f"{running.url}/health/{probe}")
             assert (answer.status_code, answer.json()["status"]) == (503, "loading")
         for path in ("/v1/models", "/v1/snapshots"):
-            answer = httpx.get(running.url + path)
+            answer = loopback.get(running.url + path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
             assert int(answer.headers["retry-after"]) >= 1
         loaded.set()
         running.wait("ready")
-        assert httpx.get(f"{running.url}/health/startup").status_code == 200
+        assert loopback.get(f"{running.url}/health/startup").status_code == 200
 
 
 def test_a_model_that_does_not_load_ends_the_process():
@@ -269,13 +270,13 @@ def test_a_model_that_does_not_load_ends_the_process():
 
 def test_drain_lets_running_turns_finish(slow):
     running, engine = slow
-    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
+    with loopback.stream("POST", f"{running.url}/v1/chat/completions", json={**BODY, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
         running.stop()
         running.wait("draining")
-        assert httpx.get(f"{running.url}/health/ready").status_code == 503
-        refused = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
+        assert loopback.get(f"{running.url}/health/ready").status_code == 503
+        refused = loopback.post(f"{running.url}/v1/chat/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert "retry-after" in refused.headers
         assert list(lines)[-2] == "data: [DONE]"
@@ -291,7 +292,7 @@ def test_drain_ends_in_time():
 
         def call():
             try:
-                failures.append(httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240))
+                failures.append(loopback.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240))
             except httpx.HTTPError as error:
                 failures.append(error)
 
@@ -310,7 +311,7 @@ def test_a_second_signal_does_not_wait():
     engine = fake(token_seconds=60.0)
     with serving(lambda: engine, drain_timeout=60.0) as running:
         caller = threading.Thread(
-            target=lambda: httpx.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240)
+            target=lambda: loopback.post(f"{running.url}/v1/chat/completions", json=BODY, timeout=240)
         )
         caller.daemon = True
         caller.start()
@@ -335,6 +336,6 @@ def test_a_port_in_use_is_an_error():
 def test_idle_conversations_are_saved():
     engine = fake()
     with serving(lambda: engine, save_turn_end=False, save_idle_seconds=0.2) as running:
-        httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"})
+        loopback.post(f"{running.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"})
         assert engine.requests[0][2].durable is False
         until(lambda: any("store" in info.tiers for info, _ in engine.snapshots.entries.values()))

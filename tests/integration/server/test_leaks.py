@@ -17,13 +17,12 @@ import socket
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_snapshots import FakeSnapshots
 from tests.support.serving import NAME, serving
@@ -79,7 +78,7 @@ def assert_nothing_left(running, before: dict[str, int]) -> None:
 def settled(running) -> dict[str, int]:
     """A reading after one whole turn, when caches and pools are warm and idle."""
     body = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    assert httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=240).status_code == 200
+    assert loopback.post(f"{running.url}/v1/chat/completions", json=body, timeout=240).status_code == 200
     deadline = time.monotonic() + SETTLE_SECONDS
     while (reading := held(running))["requests"] or reading["blocks"] or reading["background"]:
         assert time.monotonic() < deadline, reading

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-import httpx
 import pytest
 
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.serving import NAME, serving
 from tests.support.tiny import make_tiny
 
@@ -38,7 +37,7 @@ def replicas(tmp_path_factory):
 
 def ask(replica, text, **fields):
     body = {"model": NAME, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 8, **fields}
-    answer = httpx.post(f"{replica.url}/v1/chat/completions", json=body, timeout=240)
+    answer = loopback.post(f"{replica.url}/v1/chat/completions", json=body, timeout=240)
     deadline = time.monotonic() + 240
     while replica.server.state.background:
         assert time.monotonic() < deadline
@@ -62,10 +61,10 @@ def test_what_one_replica_deleted_the_other_does_not_remember(replicas):
     assert ask(first, "My secret word is marigold", conversation_id="secret").status_code == 200
     there = ask(second, "What is it?", conversation_id="secret", delta=True).json()["engram"]
     assert there["turn_number"] == 2
-    rows = httpx.get(f"{first.url}/v1/snapshots", params={"conversation_id": "secret"}).json()["data"]
+    rows = loopback.get(f"{first.url}/v1/snapshots", params={"conversation_id": "secret"}).json()["data"]
     assert {row["turn_number"] for row in rows} == {1, 2}
     for row in rows:
-        assert httpx.delete(f"{first.url}/v1/snapshots/{row['id']}").status_code == 200
+        assert loopback.delete(f"{first.url}/v1/snapshots/{row['id']}").status_code == 200
     for fields, status in (
         ({"restore_from": there["snapshot_id"]}, 404),
         ({"restore_from": "secret:2"}, 404),
@@ -81,7 +80,7 @@ def test_a_turn_that_is_not_written_yet_is_continued_from_memory(replicas):
     service = first.server.state.loaded.snapshots
     body = {"model": NAME, "messages": [{"role": "user", "content": "One"}], "max_tokens": 8, "conversation_id": "fast"}
     for turn in range(1, 6):
-        answer = httpx.post(f"{first.url}/v1/chat/completions", json={**body, "delta": turn > 1}, timeout=240)
+        answer = loopback.post(f"{first.url}/v1/chat/completions", json={**body, "delta": turn > 1}, timeout=240)
         assert answer.status_code == 200, answer.text
         assert answer.json()["engram"]["turn_number"] == turn
     assert service.flush(240)

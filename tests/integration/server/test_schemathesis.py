@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,7 +12,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from engram_runtime.engine.async_engine import AsyncLLMEngine
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support import patience
+from tests.support import loopback, patience
 from tests.support.serving import serving
 from tests.support.tiny import make_tiny
 
@@ -75,5 +74,5 @@ def test_generated_requests(server, call, mode):
 
     run()
     assert statuses
-    metrics = httpx.get(f"{server.admin_url}/metrics").text
+    metrics = loopback.get(f"{server.admin_url}/metrics").text
     assert "engram_num_requests_running 0.0" in metrics
