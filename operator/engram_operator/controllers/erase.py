@@ -101,6 +101,15 @@ class Eraser:
         line = self._waiting.get((metadata["namespace"], group), {})
         return names + [entry.name for entry in list(line.values())[:1]]
 
+    def waiting_behind(self, job: Object) -> list[str]:
+        """Names of all that this Job works for or holds up: to be looked at when it has vanished."""
+        metadata = job["metadata"]
+        group = (metadata.get("labels") or {}).get(ERASES_LABEL, "")
+        return [
+            *_members(job),
+            *(entry.name for entry in self._waiting.get((metadata["namespace"], group), {}).values()),
+        ]
+
     def forget(self, namespace: str, uid: str) -> None:
         for (space, _), line in self._waiting.items():
             if space == namespace:
@@ -363,6 +372,11 @@ def _outcome(job: Object) -> tuple[bool | None, str]:
         if entry.get("status") == "True" and entry.get("type") == "Failed":
             return False, str(entry.get("message") or entry.get("reason") or "the Job failed")
     return None, ""
+
+
+def is_at_work(job: Object) -> bool:
+    """A Job that deletes bytes and has not ended."""
+    return ERASES_LABEL in (job["metadata"].get("labels") or {}) and _outcome(job)[0] is None
 
 
 def _failed_before(job: Object, moment: datetime) -> bool:

@@ -250,6 +250,23 @@ async def test_a_namespace_that_ends_does_not_wait_for_engines_whose_store_is_go
     assert any(reason == "NamespaceTerminating" for _, reason, _ in world.kube.events())
 
 
+async def test_a_job_that_vanishes_with_its_namespace_holds_nobody_up(world):
+    """Neither whom it worked for, nor who waits in line behind it."""
+    await taken(world)
+    await taken(world, "behind", "another chat")
+    await world.lose_pod("m-0")
+    world.delete("s")
+    await world.settle(3)
+    (job,) = world.jobs()
+    world.delete("behind")
+    await world.settle(3)
+    text = "forbidden: unable to create new content in namespace default because it is being terminated"
+    world.kube.fail(403, "create", JOBS, times=None, message=text)
+    world.kube.store.handle("DELETE", JOBS.path(NS, job["metadata"]["name"]), {}, None, "")
+    await world.settle(3)
+    assert (world.snapshot(), world.snapshot("behind")) == (None, None)
+
+
 async def test_a_quota_is_no_end_of_a_namespace(world):
     await taken(world)
     await world.lose_pod("m-0")
