@@ -18,7 +18,6 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,8 +44,14 @@ VLLM_MS = {
 }
 WARM = 4
 """Tokens of a run that only compiles and records."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=NEW, ignore_eos=True)
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def sampled(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=tokens, ignore_eos=True)
 
 
 class Refused(Exception):
@@ -115,20 +120,20 @@ def turns(engine: LLMEngine, model: CausalLM) -> float:
 
 
 def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: int) -> dict[str, Any]:
-    generate(engine, prompts_for(model, batch, 1), replace(GREEDY, max_tokens=WARM))
+    generate(engine, prompts_for(model, batch, 1), greedy(WARM))
     prompts = prompts_for(model, batch, 2)
-    answers, intervals = generate(engine, prompts, GREEDY)
+    answers, intervals = generate(engine, prompts, greedy(NEW))
     if any(len(answer) != NEW for answer in answers):
         raise Refused(f"answers have {sorted(set(map(len, answers)))} tokens, not {NEW}")
     verdict = judge.verdict(prompts[:4], answers[:4])
-    generate(engine, prompts, replace(SAMPLED, max_tokens=WARM))
-    _, sampled = generate(engine, prompts, SAMPLED)
+    generate(engine, prompts, sampled(WARM))
+    _, drawn = generate(engine, prompts, sampled(NEW))
     floor = bench_step._read_bytes(model, batch, PROMPT + NEW // 2) / COPY_TBS / 1e9
     tpot = statistics.median(intervals)
     graph = bench_step.decode(model, name, batch, False)["ms"]
     row = {
         "model": name, "batch": batch, "prompt": PROMPT, "generated": NEW, "tpot_ms": round(tpot, 3),
-        "sampled_tpot_ms": round(statistics.median(sampled), 3), "graph_ms": graph, "floor_ms": round(floor, 3),
+        "sampled_tpot_ms": round(statistics.median(drawn), 3), "graph_ms": graph, "floor_ms": round(floor, 3),
         "percent_of_floor": round(100 * floor / tpot), "vllm_ms": VLLM_MS.get(name, {}).get(batch),
         "p95_ms": round(sorted(intervals)[int(0.95 * len(intervals))], 3), "behind_fp32": round(verdict.ours, 4),
         "torch_behind_fp32": round(verdict.torch, 4),

@@ -43,11 +43,11 @@ class Judge:
     """Holds the model's weights in fp32 and, shared with it, in bf16 under torch's own operators."""
 
     def __init__(self, model: CausalLM, config: Any, positions: int) -> None:
+        device = self._device = next(model.parameters()).device
+
         def twin(dtype: torch.dtype) -> CausalLM:
-            ops = Ops.bind("cuda", dtype, dict.fromkeys(OP_NAMES, "torch"))
-            return model_class(config.model_type)(
-                config, Build(ops, torch.device("cuda"), dtype), max_positions=positions
-            )
+            ops = Ops.bind(device, dtype, dict.fromkeys(OP_NAMES, "torch"))
+            return model_class(config.model_type)(config, Build(ops, device, dtype), max_positions=positions)
 
         with torch.no_grad():
             self._exact, self._plain = twin(torch.float32), twin(torch.bfloat16)
@@ -61,11 +61,11 @@ class Judge:
         """Prompts of one length and their greedy answers of one length."""
         first, count = len(prompts[0]) - 1, len(answers[0])
         ids = torch.tensor(
-            [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)], device="cuda"
+            [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)], device=self._device
         )
         exact = self._logprobs(self._exact, ids, first, count)
         best = exact.max(-1).values
-        chosen = torch.tensor(answers, device="cuda")
+        chosen = torch.tensor(answers, device=self._device)
         theirs = self._logprobs(self._plain, ids, first, count).argmax(-1)
         behind = [best - exact.gather(-1, tokens[..., None])[..., 0] for tokens in (chosen, theirs)]
         ours, plain = (float(gap.double().square().mean().sqrt()) for gap in behind)
@@ -74,14 +74,16 @@ class Judge:
     def _logprobs(self, model: CausalLM, ids: Tensor, first: int, count: int) -> Tensor:
         """ids [S, N] -> [S, count, V] fp32 log-probabilities that follow positions first to first + count - 1."""
         sequences, length = ids.shape
-        meta, pool = make_step([(length, length)] * sequences, device="cuda")
+        meta, pool = make_step([(length, length)] * sequences, device=str(self._device))
         dtype, spec = getattr(torch, model.spec.dtype), model.spec
         shape = (2, pool, spec.num_kv_heads, 16, spec.head_dim)
-        caches = Caches([torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(spec.num_attention_layers)])
+        caches = Caches(
+            [torch.zeros(shape, device=self._device, dtype=dtype) for _ in range(spec.num_attention_layers)]
+        )
         if spec.state is not None:
             slots, layers = sequences + 2, spec.state.num_layers
-            caches.ssm = torch.zeros(slots, layers, *spec.state.ssm_shape, device="cuda")
-            caches.conv = torch.zeros(slots, layers, *spec.state.conv_shape, device="cuda", dtype=dtype)
+            caches.ssm = torch.zeros(slots, layers, *spec.state.ssm_shape, device=self._device)
+            caches.conv = torch.zeros(slots, layers, *spec.state.conv_shape, device=self._device, dtype=dtype)
         hidden = model(ids.reshape(-1), meta, caches).view(sequences, length, -1)[:, first : first + count]
         logits = model.logits(hidden.reshape(sequences * count, -1))
         return logits.log_softmax(-1).view(sequences, count, -1)

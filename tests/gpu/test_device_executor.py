@@ -144,13 +144,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_company_swaps_and_prefix_hits_agree_with_fp32(family: str, cases: dict[str, Case]) -> None:
-    """A token whose expert or best choice is a near-tie in bf16 goes another way, here and in torch's own ops: one
-    set of prompts says little (0.024 to 0.059 on MoE Granite, torch 0.027 to 0.060), so four are taken together."""
+    """A token whose expert or best choice is a near-tie in bf16 goes another way, here and in torch's own ops. With
+    experts one set of prompts says little (0.024 to 0.059, torch 0.027 to 0.060), so four are taken together."""
     case = cases[family]
     vocab = case.ours.spec.vocab_size
     scores: list[tuple[float, float]] = []
     swapped = hits = 0
-    for seed in (3, 4, 5, 6):
+    for seed in (3, 4, 5, 6) if family == "granite" else (3,):
         prompts = prompts_for(seed, 12)
         executor = make_executor(case, seqs=6, window=160, tokens=192)
         engine = make_engine(executor, vocab, seqs=6, budget=48)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping
 from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Config = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -35,11 +40,51 @@ def table_name(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
 
 
+def file_name(gpu: str, triton: str) -> str:
+    """Of a table tuned on this machine: launch parameters are no better than the compiler they were timed with."""
+    return f"{table_name(gpu)}-triton-{triton}.json"
+
+
+def read_local(path: Path, about: Mapping[str, str]) -> dict[str, dict[str, Config]]:
+    """A table that `engram autotune` wrote; empty when there is none for this GPU and Triton, or a damaged one."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        told = table.pop("about")
+        if any(told[name] != about[name] for name in ("gpu", "triton")):
+            raise ValueError(f"it is for {told['gpu']} and Triton {told['triton']}")
+        if not all(isinstance(entries, dict) for entries in table.values()):
+            raise ValueError("it does not map ops to entries")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s: not used: %s", path, error)
+        return {}
+    found: dict[str, dict[str, Config]] = table
+    return found
+
+
+def use_folder(folder: Path | None) -> None:
+    """Look for tables of this machine's own here first, from now on. Before the first kernel runs: choices are kept."""
+    _FOLDER[:] = [] if folder is None else [folder]
+    _tables.cache_clear()
+    _lookup.cache_clear()
+
+
+_FOLDER: list[Path] = []
+# Kernels ask by shape, from anywhere, without a context that could carry a folder; so the process has one.
+
+
 @functools.cache
 def _tables() -> tuple[dict[str, dict[str, Config]], ...]:
-    if torch.cuda.is_available():
-        return load_table(table_name(torch.cuda.get_device_name())), load_table("default")
-    return (load_table("default"),)
+    if not torch.cuda.is_available():
+        return (load_table("default"),)
+    gpu, triton = torch.cuda.get_device_name(), version("triton")
+    table = {op: dict(entries) for op, entries in load_table(table_name(gpu)).items()}
+    for folder in _FOLDER:
+        own = read_local(folder / file_name(gpu, triton), {"gpu": gpu, "triton": triton})
+        for op, entries in own.items():
+            table.setdefault(op, {}).update(entries)
+    return table, load_table("default")
 
 
 @functools.cache
