@@ -11,11 +11,11 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.metadata import version as installed_version
 from typing import Any
 
-from engram_runtime.cli import activator, batch, chat, fetch, ops, serve, snapshots
+from engram_runtime.cli import activator, autotune, batch, chat, fetch, ops, serve, snapshots
 from engram_runtime.cli.lazy import CommandError, missing_extra
 
 GROUP = "engram.commands"
-BUILT_IN = (serve, chat, batch, snapshots, ops, fetch, activator)
+BUILT_IN = (serve, chat, batch, snapshots, ops, autotune, fetch, activator)
 # Fields whose flag is not their own name.
 FLAGS = {
     "store_uri": "--snapshot-store",

@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from engram_kernels import Ops, Registry
+from engram_kernels.tuning import use_folder
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.facts import ModelFacts
@@ -61,6 +62,7 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
     """Load a checkpoint folder. Raises CheckpointError, ValueError, BackendUnavailable."""
     start = StartUp()
     start.mark("imports")
+    use_folder(Settings.from_environment().cache_dir / "tuning")  # what `engram autotune` found here
     device = resolve_device(config.device)
     path = Path(config.model)
     model_config = load_config(path)

@@ -14,7 +14,7 @@ from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.main import build_parser, main
 from engram_runtime.cli.quantities import override, seconds, show_size, size
 
-COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "fetch", "activator", "up")
+COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "autotune", "fetch", "activator", "up")
 
 
 def said(capsys, *args):

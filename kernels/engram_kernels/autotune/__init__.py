@@ -1,0 +1,6 @@
+"""Offline search of launch parameters on the GPU at hand: every candidate is checked before it is timed.
+
+A tile shape can be right in the interpreter and on one GPU and wrong on another, so nothing is taken on trust: a
+candidate's output is compared with a higher precision first. `search` knows no op, `linear` describes the layers of a
+model, `store` keeps what was found per GPU and Triton version, where `engram_kernels.tuning` looks it up.
+"""
