@@ -139,6 +139,8 @@ class ModelController:
             waits.append(REFUSED_SECONDS if refusal.reason in ("Forbidden", "NameTaken") else None)
         except StillGoing:
             return SOON_SECONDS
+        if refusal is None and rollout is not None and rollout.rolls:
+            return SOON_SECONDS  # the cache still shows the version before, and a status would call that the wanted one
         if intent is not None and (sleep.may_sleep(intent.model) or sleep.is_routed(look.service)):
             self._poke_activator(namespace)
         look = self._look(model)

@@ -164,26 +164,38 @@ def progressing(seen: Observed, now: datetime) -> tuple[Condition, float | None]
 
 
 def updated_pods(seen: Observed) -> list[Object]:
-    """Pods of the StatefulSet's newest revision that are not on their way out."""
+    """Pods of the StatefulSet's newest revision that are not on their way out.
+
+    Until its controller has seen a changed template, its status names the revision before: the pods that were there
+    when the template changed are none of the newest then.
+    """
     revision = ((seen.stateful_set or {}).get("status") or {}).get("updateRevision")
     label = "controller-revision-hash"
+    since = None if _caught_up(seen) else seen.since
     return [
         pod
         for pod in seen.by_ordinal()
-        if not is_terminating(pod) and revision and (pod["metadata"].get("labels") or {}).get(label) == revision
+        if not is_terminating(pod)
+        and revision
+        and (pod["metadata"].get("labels") or {}).get(label) == revision
+        and not (since and (made := parse_time(pod["metadata"].get("creationTimestamp"))) and made < since)
     ]
+
+
+def _caught_up(seen: Observed) -> bool:
+    """Whether the StatefulSet's status is about what it now says."""
+    metadata, status = (seen.stateful_set or {}).get("metadata") or {}, (seen.stateful_set or {}).get("status") or {}
+    return int(status.get("observedGeneration") or 0) >= int(metadata.get("generation") or 0)
 
 
 def is_rolled_out(seen: Observed) -> bool:
     """Every wanted pod is of the newest revision and ready, and there is no other."""
     if seen.stateful_set is None:
         return False
-    metadata, status = seen.stateful_set["metadata"], seen.stateful_set.get("status") or {}
-    caught_up = int(status.get("observedGeneration") or 0) >= int(metadata.get("generation") or 0)
     updated = updated_pods(seen)
     names = {pod["metadata"]["name"] for pod in updated}
     ready = [pod for pod in seen.ready() if pod["metadata"]["name"] in names]
-    return caught_up and len(seen.pods) == len(updated) == len(ready) == seen.wanted
+    return _caught_up(seen) and len(seen.pods) == len(updated) == len(ready) == seen.wanted
 
 
 def snapshots_ready(seen: Observed) -> Condition:

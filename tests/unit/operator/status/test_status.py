@@ -6,7 +6,18 @@ from datetime import timedelta
 
 from engram_operator.engines.types import SnapshotCounts
 from engram_operator.status import same_status, status_of
-from tests.unit.operator.status.observations import NOW, OLD, condition, ended, model, observed, pod, report, unready
+from tests.unit.operator.status.observations import (
+    NOW,
+    OLD,
+    condition,
+    ended,
+    model,
+    observed,
+    pod,
+    report,
+    stateful_set,
+    unready,
+)
 
 
 def test_transition_times_move_with_the_status_only() -> None:
@@ -84,3 +95,14 @@ def test_replicas_that_hold_different_weights() -> None:
     assert "m-0 aaaaaaaaaaaa, m-1 bbbbbbbbbbbb" in message
     # while a new version rolls out they differ by right
     assert condition(observed(pod(0, revision="m-old"), pod(1), engines=engines), "UpToDate")[0] == "True"
+
+
+def test_pods_from_before_a_change_are_not_updated_although_their_set_still_names_their_revision() -> None:
+    """The StatefulSet's controller takes a moment to see a new template."""
+    changed = stateful_set(2)
+    changed["metadata"]["generation"] = 2
+    seen = observed(pod(0), pod(1), stateful_set=changed, since=NOW - timedelta(seconds=5))
+    assert status_of(seen, NOW).status["updatedReplicas"] == 0
+    assert condition(seen, "Progressing")[1] == "RolloutInProgress"
+    scaled = observed(pod(0), pod(1), stateful_set=changed, since=NOW - timedelta(hours=2))
+    assert status_of(scaled, NOW).status["updatedReplicas"] == 2, "another number of replicas is no other version"
