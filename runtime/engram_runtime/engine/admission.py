@@ -8,6 +8,18 @@ from engram_runtime.engine.sequence import Sequence
 from engram_runtime.engine.step import Draft
 from engram_runtime.executor.plan import Copy, Swap
 
+FEW_TOKENS, FEW_TIMES = 32, 16
+"""So many tokens are little beside a prefix of this many times as many."""
+
+
+def is_close_above(position: int, held: int) -> bool:
+    """Whether `position` lies so little above the `held` tokens that neither a step nor a look elsewhere pays for it.
+
+    The end of a turn lies a token or two below the place where the next message begins.
+    """
+    more = position - held
+    return more <= 0 or (more <= FEW_TOKENS and more * FEW_TIMES <= held)
+
 
 class Admission:
     """Takes memory for sequences; leaves nothing taken when it says no. Engine thread only."""
@@ -74,6 +86,9 @@ class Admission:
     def _begin(self, sequence: Sequence, match: Match) -> None:
         sequence.computed = match.position
         sequence.chain.node = match.node  # what was found is registered: go on from its end
+        spare = sequence.spare_split
+        if spare is not None and is_close_above(spare, match.position):
+            sequence.splits = tuple(position for position in sequence.splits if position != spare)
         if sequence.match is None:
             sequence.match = match
             sequence.prefix_tokens = min(match.position, len(sequence.prompt_ids))

@@ -66,6 +66,9 @@ class Intake:
             if params.n > 1 and len(prompt) > 1:
                 splits.add(len(prompt) - 1)  # where the other sequences go on from
             request.first.splits = tuple(sorted(splits))
+            start = dict(request.boundaries).get("user_start")
+            others = [position for kind, position in request.boundaries if kind != "user_start"]
+            request.first.spare_split = start if start not in others and params.n == 1 else None
         request.unfinished = params.n
         return request
 

@@ -15,13 +15,12 @@ from functools import partial
 
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
+from engram_runtime.engine.admission import is_close_above
 from engram_runtime.engine.boundaries import Mark
 from engram_runtime.engine.request import Request, RestoreOutcome
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 
 WORKERS = 4
-FEW_TOKENS, FEW_TIMES = 32, 16
-"""Tokens that are computed rather than looked for, where the GPU holds this many times as many."""
 CLOSE_SECONDS = 5.0
 """Closing waits this long for workers; one that hangs in a dead disk must not keep the process alive."""
 
@@ -44,16 +43,6 @@ class _Job:
     @property
     def deadline(self) -> float:
         return self.started + self.seconds
-
-
-def _worth_asking(candidate: int, held: int) -> bool:
-    """Whether the tiers below may have so much more than the `held` tokens on the GPU that looking there pays.
-
-    A turn's end lies a token or two below where the next message begins; computing those costs nothing, a look costs
-    the first token a thread's round.
-    """
-    more = candidate - held
-    return more > FEW_TOKENS or more * FEW_TIMES > held
 
 
 class Restorer:
@@ -103,7 +92,7 @@ class Restorer:
             return False
         limit = len(request.prompt_ids) - 1
         match = self._cache.match(request.tenant, request.prompt_ids, limit)
-        nothing_longer = bool(turn.candidates) and not _worth_asking(max(turn.candidates), match.position)
+        nothing_longer = bool(turn.candidates) and is_close_above(max(turn.candidates), match.position)
         if match.position >= limit or (turn.restore_from is None and nothing_longer):
             return False
         seconds = self._patience(limit - match.position, rate)

@@ -40,6 +40,9 @@ class Sequence:
     background: bool = False
     use_prefix: bool = True
     splits: tuple[int, ...] = ()
+    spare_split: int | None = None
+    """One of `splits` that is left out when the sequence starts from a state close below it: a step for a token or two
+    costs as much as one for forty, and going back that far is as good from the state below."""
     leader: Sequence | None = None
     """The sibling whose prefill this one waits for."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engram_runtime.engine.admission import is_close_above
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnReport, TurnSpec
@@ -344,3 +345,36 @@ def test_a_turn_that_must_not_restore_reads_nothing_from_the_gpu_tier_either(ben
     assert report_of(again).prefilled_tokens == again.prompt_tokens
     assert again.token_ids == output.token_ids
     one.engine.check_integrity()
+
+
+def test_a_turn_of_a_recurrent_model_makes_no_step_for_a_token_or_two(bench: Make) -> None:
+    """turn_end lies one token below the next user_start: going back to the one is as good as to the other."""
+    one = bench(states=16, window=256, blocks=128, budget=256)
+    _, tokens = run_turn(one, [1 + i % 50 for i in range(90)], [1, 2, 3], conversation_id="c")
+    one.executor.history.clear()
+    output, after = run_turn(one, tokens, [4, 5, 6, 7], conversation_id="c")
+    chunks = [plan.token_ids for step in one.executor.history for plan in step.sequences if plan.token_ids is not None]
+    assert [len(chunk) for chunk in chunks] == [1 + 4, 2]  # up to history, then the generation prompt
+    assert report_of(output).restored_tokens == len(tokens) - 1
+    assert output.token_ids == oracle(after[: -len(output.token_ids)], 6)
+    output, after = run_turn(one, tokens, [8, 9], conversation_id="c")  # the message is edited
+    assert report_of(output).restored_tokens == len(tokens) - 1
+    assert output.token_ids == oracle(after[: -len(output.token_ids)], 6)
+    one.engine.check_integrity()
+
+
+def test_a_state_far_below_user_start_is_no_reason_to_leave_that_out(bench: Make) -> None:
+    one = bench(states=16, window=256, blocks=128, budget=256)
+    _, tokens = run_turn(one, [1 + i % 50 for i in range(20)], [1, 2, 3])
+    one.executor.history.clear()
+    run_turn(one, [*tokens, *range(5)], [4, 5, 6, 7])
+    chunks = [plan.token_ids for step in one.executor.history for plan in step.sequences if plan.token_ids is not None]
+    assert [len(chunk) for chunk in chunks] == [1 + 5, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("position", "held", "close"),
+    [(100, 100, True), (101, 100, True), (4, 1, False), (5000, 4990, True), (5040, 5000, False), (40, 0, False)],
+)
+def test_what_is_little_beside_what_is_held(position: int, held: int, close: bool) -> None:
+    assert is_close_above(position, held) == close

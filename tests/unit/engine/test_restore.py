@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from engram_runtime.engine.outputs import RequestOutput
-from engram_runtime.engine.restore import _worth_asking
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnReport, TurnSpec
 from engram_runtime.snapshots.types import Fetched, Miss, RestoreQuery
@@ -384,11 +383,3 @@ def test_a_measured_rate_is_passed_only_where_slow_restores_are_to_be_refused(be
         rates = [query.prefill_tokens_per_second for query in one.snapshots.queries]
         assert rates[0] is None
         assert rates[1] == (pytest.approx(3200.0) if refuse else None)
-
-
-@pytest.mark.parametrize(
-    ("candidate", "held", "worth"),
-    [(100, 100, False), (101, 100, False), (4, 1, True), (5000, 4990, False), (5040, 5000, True), (40, 0, True)],
-)
-def test_a_look_for_a_token_or_two_does_not_pay(candidate: int, held: int, worth: bool) -> None:
-    assert _worth_asking(candidate, held) == worth
