@@ -158,7 +158,7 @@ class HostArena:
             torch.from_numpy(self._bytes[offset : offset + size]).zero_()  # touched by all cores before it is pinned
             try:
                 self._register(self._address + offset, size)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 logger.warning("host snapshot memory: %d bytes are used, not %d: %s", offset, self.capacity, error)
                 return
             self._registered.append(self._address + offset)
