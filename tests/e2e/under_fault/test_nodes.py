@@ -1,0 +1,199 @@
+"""A node is lost with a replica on it, and with the operator: nobody does anything, and conversations go on.
+
+At Kubernetes' own settings a silent node is given up after 50 s and its pods are evicted 30 s later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.e2e import pods
+from tests.e2e.application import Reply, Said
+from tests.e2e.caller import PORT
+from tests.e2e.cluster.client import Object, condition
+from tests.e2e.cluster.cluster import Cluster
+from tests.e2e.conftest import TIMINGS, ObjectStore
+from tests.e2e.under_fault.conftest import INTRODUCTION, MODEL, READY_SECONDS, Served, is_serving
+
+REPLACED_SECONDS = 90  # at the default grace period of the node monitor
+DEFAULT_GRACE, SHORT_GRACE = 50, 8
+OPERATOR_LABELS = "app.kubernetes.io/component=operator"
+TRIES = 16
+WRITTEN_SECONDS = 1
+ANSWER_SECONDS = 15  # 2 s of them until a connection that nobody takes is given up
+
+
+@contextmanager
+def only_on(cluster: Cluster, node: str) -> Iterator[None]:
+    """New pods inside the block go to this node."""
+    others = [name for name in cluster.nodes if name != node]
+    cluster.kubectl("cordon", *others)
+    try:
+        yield
+    finally:
+        cluster.kubectl("uncordon", *others)
+
+
+def far_replica(cluster: Cluster, served: Served) -> Object:
+    """One replica on the node that will be lost, the other on the one that stays."""
+    far = cluster.nodes[-1]
+    found = served.settle()
+    if len({pod["spec"]["nodeName"] for pod in found.values()}) == 1:
+        name = max(found)
+        with only_on(cluster, far if found[name]["spec"]["nodeName"] != far else cluster.nodes[0]):
+            cluster.kubectl("delete", "pod", name, namespace=served.namespace)
+            found = served.settle()
+    (there,) = [pod for pod in found.values() if pod["spec"]["nodeName"] == far]
+    return there
+
+
+def begin_on(served: Served, replica: str) -> tuple[list[dict[str, str]], Reply]:
+    """A conversation whose home is this replica, and its first turn."""
+    say = [Said(f"This is story {number}. {INTRODUCTION}", anew=True) for number in range(TRIES)]
+    for said, line in zip(say, served.application.converse(MODEL, say, history=[]), strict=False):
+        reply = Reply(**line)
+        if reply.engram["replica"] == replica:
+            return [{"role": "user", "content": said.text}, {"role": "assistant", "content": reply.text}], reply
+    raise AssertionError(f"no conversation of {TRIES} has its home on {replica}")
+
+
+def replaced(cluster: Cluster, served: Served, lost: Object, seconds: float) -> Object:
+    """The pod that took the lost one's name, on another node."""
+
+    def found() -> Object | None:
+        pod = served.pods().get(lost["metadata"]["name"])
+        there = pod is not None and pod["metadata"]["uid"] != lost["metadata"]["uid"] and pod["spec"].get("nodeName")
+        return pod if there else None
+
+    pod = cluster.until("the lost replica is replaced", found, seconds)
+    assert pod["spec"]["nodeName"] != lost["spec"]["nodeName"]
+    return pod
+
+
+def serving(cluster: Cluster, served: Served, name: str) -> Object:
+    def found() -> Object | None:
+        pod = served.pods().get(name)
+        return pod if pod is not None and is_serving(pod) else None
+
+    return cluster.until(f"{name} serves", found, READY_SECONDS)
+
+
+def assert_continued(reply: Reply, before: Reply) -> None:
+    assert not reply.engram.get("restore_failed")
+    assert reply.engram["restored_tokens"] >= before.prompt_tokens
+    assert reply.engram["restored_tokens"] + reply.engram["prefilled_tokens"] == reply.prompt_tokens
+
+
+def turn(served: Served, pod: Object, messages: list[dict[str, str]], conversation: str) -> Reply:
+    """One turn said to this very pod."""
+    body = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0}
+    url = f"http://{pod['status']['podIP']}:{PORT}/v1/chat/completions"
+    answer = served.caller.ask(url, body, headers={"x-engram-conversation-id": conversation})
+    assert answer.status == 200, answer.text
+    text = answer.json["choices"][0]["message"]["content"]
+    return Reply(text, answer.json["usage"]["prompt_tokens"], answer.json["engram"])
+
+
+def after(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
+    return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": text}]
+
+
+def lost_event(cluster: Cluster, served: Served) -> bool:
+    events = cluster.objects(f"/apis/events.k8s.io/v1/namespaces/{served.namespace}/events")
+    return any(event["reason"] == "NodeLost" and event["regarding"]["name"] == MODEL for event in events)
+
+
+def node_is_ready(cluster: Cluster, name: str) -> bool:
+    return condition(cluster.read(f"/api/v1/nodes/{name}"), "Ready").get("status") == "True"
+
+
+def test_partitioned_from_the_control_plane_with_the_operator_on_it(
+    cluster: Cluster, operator: str, object_store: ObjectStore, served: Served, request: pytest.FixtureRequest
+) -> None:
+    old = far_replica(cluster, served)
+    name, far = old["metadata"]["name"], old["spec"]["nodeName"]
+    with only_on(cluster, far):
+        cluster.kubectl("delete", "pod", "--selector", OPERATOR_LABELS, namespace=operator)
+        cluster.kubectl("rollout", "status", "deployment", "--timeout=120s", namespace=operator)
+    history, first = begin_on(served, name)
+
+    began = time.monotonic()
+    cluster.partition(far, control_plane_only=True)
+    try:
+        new = replaced(cluster, served, old, REPLACED_SECONDS)
+        took = time.monotonic() - began
+        new = serving(cluster, served, name)
+        request.config.stash[TIMINGS]["lost node (50 s): replaced"] = took
+        request.config.stash[TIMINGS]["lost node (50 s): serves again"] = time.monotonic() - began
+        assert took > DEFAULT_GRACE  # it was given up by Kubernetes, not by us
+        assert lost_event(cluster, served)
+        (second,) = served.application.say(MODEL, "Which hive was best?", history=history)
+        assert second.engram["replica"] == name
+        assert_continued(second, first)
+        two_of_a_name(cluster, object_store, served, old, new)
+    finally:
+        cluster.heal(far)
+    cluster.until(f"{far} is back", lambda: node_is_ready(cluster, far), 60)
+    cluster.until("the old process has ended", lambda: not pods.processes(cluster, old, "serve"), 90)
+    (third,) = served.application.say(MODEL, "And in which season did I look?", history=history)
+    assert_continued(third, second)
+
+
+def two_of_a_name(cluster: Cluster, store: ObjectStore, served: Served, old: Object, new: Object) -> None:
+    """The old process runs on beside its namesake and reaches the store: what both write to one conversation is kept,
+    and either restores what the other has written."""
+    assert pods.processes(cluster, old, "serve")
+    beginning = [{"role": "user", "content": f"We two share this. {INTRODUCTION}"}]
+    common = turn(served, old, beginning, "shared")
+    written(cluster, store, served)
+    said, replies = {}, {}
+    for side, pod in (("new", new), ("old", old)):
+        said[side] = after(beginning, common, f"The {side} one asks: which hive was best?")
+        replies[side] = turn(served, pod, said[side], "shared")
+        assert_continued(replies[side], common)
+    written(cluster, store, served)
+    for side, pod in (("new", old), ("old", new)):  # crosswise, so from the store
+        reply = turn(served, pod, after(said[side], replies[side], "Are you sure?"), "shared")
+        assert_continued(reply, replies[side])
+
+
+def written(cluster: Cluster, store: ObjectStore, served: Served) -> None:
+    """Waits until what was said is in the bucket."""
+    before: list[str] = []
+
+    def still() -> bool:
+        nonlocal before
+        time.sleep(WRITTEN_SECONDS)
+        last, before = before, store.keys(served.bucket)
+        return last == before
+
+    cluster.until("turns are written", still, 30)
+
+
+def test_a_machine_that_is_dead_and_silent(cluster: Cluster, served: Served, request: pytest.FixtureRequest) -> None:
+    old = far_replica(cluster, served)
+    name, far = old["metadata"]["name"], old["spec"]["nodeName"]
+    history, first = begin_on(served, name)
+    with cluster.grace(f"{SHORT_GRACE}s"):
+        began = time.monotonic()
+        cluster.partition(far)
+        cluster.kill(far)
+        try:
+            (second,) = served.application.say(MODEL, "Which hive was best?", history=history)
+            request.config.stash[TIMINGS]["dead node: the next answer took"] = second.seconds
+            assert second.seconds < ANSWER_SECONDS
+            assert second.engram["replica"] != name  # long before anybody knows that the node is gone
+            assert_continued(second, first)
+            replaced(cluster, served, old, REPLACED_SECONDS - DEFAULT_GRACE + SHORT_GRACE)
+            request.config.stash[TIMINGS]["dead node (8 s): replaced"] = time.monotonic() - began
+            serving(cluster, served, name)
+        finally:
+            cluster.heal(far)
+        cluster.until(f"{far} is back", lambda: node_is_ready(cluster, far), 60)
+    (third,) = served.application.say(MODEL, "And in which season did I look?", history=history)
+    assert_continued(third, second)
+    served.settle()
