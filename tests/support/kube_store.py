@@ -78,6 +78,7 @@ class KubeStore:
     intercept: Callable[[Request], None] = lambda request: None  # may raise Refused
     lock: threading.RLock = field(default_factory=threading.RLock)
     _owners: dict[Key, dict[str, set[apply_merge.Path]]] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)  # uids of deleted objects
 
     # Requests
 
@@ -341,11 +342,15 @@ class KubeStore:
         for listener in list(self.listeners):
             listener(change)
         if event == "DELETED" and propagation != "Orphan":
+            self._gone.add(obj["metadata"]["uid"])
             self._collect(obj["metadata"]["uid"])
+        owners = {entry["uid"] for entry in obj["metadata"].get("ownerReferences") or ()}
+        if event != "DELETED" and owners and owners <= self._gone and not obj["metadata"].get("deletionTimestamp"):
+            self._delete(key, {})  # written by one who had not heard yet: the garbage collector takes it too
         return obj
 
     def _collect(self, uid: str) -> None:
-        """What the garbage collector does, at once: objects go with their last owner."""
+        """What the garbage collector does, at once: objects go with their owner."""
         for key, obj in list(self.objects.items()):
             references = obj["metadata"].get("ownerReferences") or []
             if any(entry["uid"] == uid for entry in references) and key in self.objects:

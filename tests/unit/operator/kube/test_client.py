@@ -176,6 +176,9 @@ async def test_owned_objects_go_with_their_owner() -> None:
     kube.remove(MODELS, "default", "tiny")
     assert kube.all(SERVICES) == []
     assert kube.cache.list(SERVICES) == []
+    await kube.apply(service)  # by one who has not heard yet
+    assert kube.all(SERVICES) == []
+    assert kube.cache.list(SERVICES) == []
 
 
 async def test_a_terminating_namespace_takes_nothing_new() -> None:
