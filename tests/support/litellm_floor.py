@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FLOOR = "1.90"
 REQUIREMENTS = (
@@ -39,7 +37,7 @@ INSTALL_SECONDS = 600
 
 
 def python() -> Path:
-    """Its interpreter. Skips the test, with the reason, where it cannot be installed."""
+    """Its interpreter. RuntimeError with the reason where it cannot be installed: an untested floor is no floor."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "engram"
     root = cache / "litellm"
     root.mkdir(parents=True, exist_ok=True)
@@ -55,7 +53,7 @@ def python() -> Path:
 
 def _install(target: Path, uv: str | None) -> None:
     if uv is None:
-        pytest.skip("uv is needed to install LiteLLM's floor version beside the newest one")
+        raise RuntimeError("uv is needed to install LiteLLM's floor version beside the newest one")
     shutil.rmtree(target, ignore_errors=True)
     interpreter = str(target / "bin" / "python")
     for command in (
@@ -67,7 +65,7 @@ def _install(target: Path, uv: str | None) -> None:
                 command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
             )
         if done.returncode:
-            pytest.skip(f"LiteLLM {FLOOR} could not be installed: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(f"LiteLLM {FLOOR} could not be installed: {done.stderr.strip()[-500:]}")
     (target / "complete").touch()
 
 
