@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from engram_runtime.cache.pool import Pool
-from engram_runtime.cache.prefix_index import Match, Node, PrefixIndex
+from engram_runtime.cache.pool import Pool, as_slots
+from engram_runtime.cache.prefix_index import Match, PrefixIndex, Spot
+from engram_runtime.cache.runs import Run, as_tokens
 
 
 class Chain:
-    """How far one sequence's tokens are registered; remembers the last full node so that growing is O(1)."""
+    """How far one sequence's tokens are registered; remembers the last full block so that growing is O(1)."""
 
-    __slots__ = ("node", "tenant")
+    __slots__ = ("spot", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
-        self.node: Node | None = None
+        self.spot: Spot | None = None
 
 
 class Lease:
@@ -25,7 +27,7 @@ class Lease:
 
     __slots__ = ("_cache", "block_ids", "released", "state_slot")
 
-    def __init__(self, cache: CacheManager, block_ids: tuple[int, ...], state_slot: int | None) -> None:
+    def __init__(self, cache: CacheManager, block_ids: array[int], state_slot: int | None) -> None:
         self._cache = cache
         self.block_ids = block_ids
         self.state_slot = state_slot
@@ -50,9 +52,9 @@ class CacheManager:
 
     def __init__(self, num_blocks: int, block_size: int, num_states: int = 0) -> None:
         self.block_size = block_size
-        self.index = PrefixIndex(block_size)
-        self.blocks = Pool(num_blocks, self.index.evict_block)
-        self.states = Pool(num_states, self.index.evict_state)
+        self.index = PrefixIndex(block_size, num_blocks)
+        self.blocks = Pool(num_blocks, self.index.evict_blocks)
+        self.states = Pool(num_states, self.index.evict_states)
         self.index.attach(self.blocks, self.states)
         self.has_state = num_states > 0
         self._leases: set[Lease] = set()
@@ -64,20 +66,20 @@ class CacheManager:
         return self.index.match(tenant, tokens, limit, self.has_state)
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """The tail first, so that it is evicted before the head it depends on."""
-        self.blocks.release(reversed(block_ids))
+        """Of one chain: the tail first, so that it is evicted before the head it depends on."""
+        self.blocks.release(as_slots(block_ids)[::-1])
 
-    def lease(self, block_ids: Iterable[int], state_slot: int | None = None) -> Lease:
+    def lease(self, block_ids: Sequence[int], state_slot: int | None = None) -> Lease:
         """One more reference to each until the lease is released."""
-        held = tuple(block_ids)
+        held = array("i", block_ids)
         self.blocks.acquire(held)
         if state_slot is not None:
             self.states.acquire((state_slot,))
         return self._remember(Lease(self, held, state_slot))
 
-    def adopt(self, block_ids: Iterable[int], state_slot: int | None = None) -> Lease:
+    def adopt(self, block_ids: Sequence[int], state_slot: int | None = None) -> Lease:
         """A lease that takes over references the caller already has."""
-        return self._remember(Lease(self, tuple(block_ids), state_slot))
+        return self._remember(Lease(self, array("i", block_ids), state_slot))
 
     def _remember(self, lease: Lease) -> Lease:
         self._leases.add(lease)
@@ -88,39 +90,48 @@ class CacheManager:
 
     def register(
         self, chain: Chain, tokens: Sequence[int], block_ids: Sequence[int], upto: int, *, partial: bool = False
-    ) -> Node | None:
+    ) -> Spot | None:
         """Make tokens [0, upto) findable; with `partial` also those that do not fill their block.
 
-        Returns the node of the last registered block (None when there is none). The contents must have been computed.
+        Returns the last registered block (None when there is none). The contents must have been computed.
         """
-        size = self.block_size
-        node = chain.node if chain.node is not None and self.index.is_attached(chain.node) else None
-        if node is None or (node.depth + 1) * size > upto:
-            node = self.index.root(chain.tenant)
-        for depth in range(node.depth + 1, upto // size):
-            node = self.index.insert(node, tuple(tokens[depth * size : (depth + 1) * size]), block_ids[depth])
-        chain.node = node
-        tail = upto % size
-        if partial and tail:
-            return self.index.insert(node, tuple(tokens[upto - tail : upto]), block_ids[upto // size])
-        return node if node.depth >= 0 else None
+        size, index = self.block_size, self.index
+        known = None if chain.spot is None else index.find(chain.spot)
+        run, passed = index.root(chain.tenant), 0
+        if known is not None and (known[0].start + known[1] + 1) * size <= upto:
+            run, passed = known[0], known[1] + 1
+        else:
+            chain.spot = None
+        begin, end = run.start + passed, upto if partial else upto // size * size
+        if begin * size < end:
+            added = as_slots(block_ids)[begin : self.blocks_for(end)]
+            run, at = index.insert(run, passed, as_tokens(tokens)[begin * size : end], added)
+            chain.spot = index.spot(run, at - (end % size > 0))
+            return index.spot(run, at)
+        return chain.spot
 
-    def record(self, node: Node, position: int, state_slot: int | None, mark: Any = None) -> None:
-        """Attach what was captured at `position` (inside `node`). The caller keeps its reference to the slot."""
-        offset = position - node.depth * self.block_size
+    def record(self, spot: Spot, position: int, state_slot: int | None, mark: Any = None) -> None:
+        """Attach what was captured at `position` (inside the block). The caller keeps its reference to the slot."""
+        run = self._run(spot)
         if state_slot is not None:
-            self.index.put_state(node, offset, state_slot)
+            self.index.put_state(run, position, state_slot)
         if mark is not None:
-            node.marks[offset] = mark
+            run.marks[position] = mark
 
-    def thin_states(self, node: Node, before: int) -> None:
-        """The chain of `node` has a newer state to go on from: its states below `before` are evicted first."""
+    def thin_states(self, spot: Spot, before: int) -> None:
+        """The chain of `spot` has a newer state to go on from: its states below `before` are evicted first."""
         if self.has_state:
-            self.index.demote_states(node, before)
+            self.index.demote_states(self._run(spot), before)
 
-    def mark_at(self, node: Node, position: int) -> Any:
+    def mark_at(self, spot: Spot, position: int) -> Any:
         """The boundary recorded at exactly `position`, or None."""
-        return node.marks.get(position - node.depth * self.block_size)
+        return self._run(spot).marks.get(position)
+
+    def _run(self, spot: Spot) -> Run:
+        found = self.index.find(spot)
+        if found is None:
+            raise RuntimeError(f"block {spot.block} was evicted since it was registered")
+        return found[0]
 
     def check_integrity(self, blocks: Counter[int], states: Counter[int]) -> None:
         """Raise AssertionError unless the given holders plus the leases account for every reference."""

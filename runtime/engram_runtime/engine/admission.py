@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from engram_runtime.cache.manager import CacheManager
 from engram_runtime.cache.prefix_index import Match
 from engram_runtime.engine.sequence import Sequence
@@ -50,7 +52,7 @@ class Admission:
     def _start_from(self, draft: Draft, sequence: Sequence, match: Match, reserve: int) -> bool:
         cache, size = self.cache, self.cache.block_size
         whole = match.position // size
-        shared, partial = list(match.blocks[:whole]), match.blocks[whole:]
+        shared, partial = match.blocks[:whole], match.blocks[whole:]
         # With one block for the first token beyond, so that no decode has to preempt right after its prefill.
         ahead = min(sequence.total + 1, cache.blocks.size * size)
         wanted = cache.blocks_for(sequence.total if sequence.background else ahead) - whole
@@ -77,7 +79,7 @@ class Admission:
 
     def _hold_all(self, sequence: Sequence, match: Match) -> None:
         self.cache.blocks.acquire(match.blocks)
-        sequence.block_ids = list(match.blocks)
+        sequence.block_ids = match.blocks[:]
         if match.state is not None:
             self.cache.states.acquire((match.state,))
             sequence.state_slot = match.state
@@ -85,7 +87,7 @@ class Admission:
 
     def _begin(self, sequence: Sequence, match: Match) -> None:
         sequence.computed = match.position
-        sequence.chain.node = match.node  # what was found is registered: go on from its end
+        sequence.chain.spot = match.spot  # what was found is registered: go on from its end
         spare = sequence.spare_split
         if spare is not None and is_close_above(spare, match.position):
             sequence.splits = tuple(position for position in sequence.splits if position != spare)
@@ -101,11 +103,11 @@ class Admission:
         if taken is None:
             return False
         sequence.block_ids, sequence.state_slot = taken
-        held = tuple(sequence.block_ids[: self.cache.blocks_for(sequence.computed)])
+        held = sequence.block_ids[: self.cache.blocks_for(sequence.computed)]
         draft.swap_in.append(Swap(handle, held, sequence.computed, sequence.state_slot))
         return True
 
-    def _take(self, blocks: int, reserve: int) -> tuple[list[int], int | None] | None:
+    def _take(self, blocks: int, reserve: int) -> tuple[array[int], int | None] | None:
         """That many blocks, and a state slot if the model has states; None (and nothing taken) otherwise."""
         if self.cache.blocks.available < blocks + reserve:
             return None

@@ -19,6 +19,7 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.continuous import encode_prompt
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.facts import ModelFacts
+from engram_runtime.engine.intake import packed
 from engram_runtime.engine.loading import load_engine
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -172,7 +173,7 @@ class AsyncLLMEngine:
         aborts the request. Raises, on the first step of the iteration, ValueError (CapacityError: can never fit) and
         EngineDeadError; the latter also later, when the engine stops.
         """
-        ids = encode_prompt(self.tokenizer, prompt, prompt_token_ids)
+        ids = packed(encode_prompt(self.tokenizer, prompt, prompt_token_ids))
         stream = _Stream(request_id or uuid4().hex, params.n)
         name = stream.request_id
 
@@ -193,7 +194,8 @@ class AsyncLLMEngine:
         `generate` does.
         """
         stream = _Stream(uuid4().hex, 1)
-        self._open(stream, lambda: self._add_warm(stream.request_id, prompt_token_ids, turn, boundary))
+        ids = packed(prompt_token_ids)
+        self._open(stream, lambda: self._add_warm(stream.request_id, ids, turn, boundary))
         try:
             output = await stream.get()
         finally:

@@ -179,9 +179,9 @@ class Boundaries:
     def share(self, sequence: Sequence, position: int, slot: int | None) -> None:
         """Make a prompt findable for the sibling sequences that wait for it."""
         tokens = sequence.token_ids(0, position)
-        node = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
-        if node is not None:
-            self._cache.record(node, position, slot)
+        spot = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
+        if spot is not None:
+            self._cache.record(spot, position, slot)
 
     def finished(self, request: Request, sequence: Sequence, slot: int | None, *, complete: bool) -> None:
         """A sequence ended with everything before `computed` forwarded and its state in `slot`.
@@ -252,19 +252,19 @@ class Boundaries:
     ) -> None:
         """Make the boundary findable in the GPU tier."""
         tokens = sequence.token_ids(0, position)
-        node = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
-        if node is None:
+        spot = self._cache.register(sequence.chain, tokens, sequence.block_ids, position, partial=True)
+        if spot is None:
             return
         mark: Mark | None = None
         if kind is not None and request.turn is not None:
             who = self.identify(request)
             mark = Mark(kind, who.conversation_id, who.branch_name, who.turn_number, snapshot)
-            if kind not in COMPLETED and self._cache.mark_at(node, position) is not None:
+            if kind not in COMPLETED and self._cache.mark_at(spot, position) is not None:
                 mark = None  # another turn ended exactly here: that says more
-        self._cache.record(node, position, slot, mark)
+        self._cache.record(spot, position, slot, mark)
         if kind in COMPLETED:
             # Going on, regenerating and editing all start at or above where this turn started.
-            self._cache.thin_states(node, min(sequence.prefix_tokens, position))
+            self._cache.thin_states(spot, min(sequence.prefix_tokens, position))
         # What the caller is told of: where the turn can be gone on from. user_start is where it came from.
         if kind is not None and kind != "user_start":
             request.boundary = kind
@@ -297,7 +297,7 @@ class Boundaries:
             token_ids=sequence.token_ids(0, position),
             pending_ids=sequence.token_ids(position, sequence.known) if kind == "turn_end" else (),
             position=position,
-            block_ids=tuple(blocks),
+            block_ids=blocks,
             state_slot=slot,
             release=self._releasing(leases),
             user_start=start if start is not None and 0 < start < position else None,

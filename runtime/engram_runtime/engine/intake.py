@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence as Tokens
 
+from engram_runtime.cache.runs import tokens_view
 from engram_runtime.engine.detokenizer import Decoder
 from engram_runtime.engine.request import Request
 from engram_runtime.engine.sampling_params import SEED_MASK, SamplingParams
@@ -14,6 +15,17 @@ from engram_runtime.engine.transcript import Transcript
 from engram_runtime.engine.turns import BOUNDARY_KINDS, TurnSpec
 from engram_runtime.errors import CapacityError
 from engram_runtime.executor.plan import CacheGeometry, RowSampling
+
+
+def packed(prompt_ids: Tokens[int]) -> Tokens[int]:
+    """A prompt as array("I"); as it is where that cannot be, which is an error once it is checked.
+
+    A long list takes a millisecond: who has a thread of its own does this before the engine's thread gets the request.
+    """
+    try:
+        return array("I", prompt_ids)
+    except (TypeError, OverflowError, ValueError):
+        return prompt_ids
 
 
 class Intake:
@@ -100,11 +112,13 @@ class Intake:
             use_prefix=sampling.prompt_logprobs is None,
         )
 
-    def _checked_prompt(self, prompt_ids: Tokens[int], most: int) -> tuple[int, ...]:
-        prompt = tuple(prompt_ids)
-        if not prompt:
+    def _checked_prompt(self, prompt_ids: Tokens[int], most: int) -> array[int]:
+        prompt = packed(prompt_ids)
+        if not len(prompt):
             raise ValueError("prompt must hold at least one token, got none")
-        self._check_tokens(prompt)
+        if not isinstance(prompt, array) or int(tokens_view(prompt).max()) >= self._vocab_size:
+            bad = next((t for t in prompt_ids if not isinstance(t, int) or not 0 <= t < self._vocab_size), None)
+            raise ValueError(f"prompt holds {bad!r}, token ids must be integers below {self._vocab_size}")
         if len(prompt) > most:
             raise CapacityError(
                 f"prompt has {len(prompt)} tokens, this engine serves at most {most} "
@@ -114,16 +128,6 @@ class Intake:
         if len(prompt) > pool:
             raise CapacityError(f"prompt has {len(prompt)} tokens, the cache holds {pool}")
         return prompt
-
-    def _check_tokens(self, prompt: tuple[int, ...]) -> None:
-        try:
-            if max(array("I", prompt)) < self._vocab_size:  # twenty times faster than looking at each in Python
-                return
-        except (TypeError, OverflowError, ValueError):
-            pass  # found and named below
-        bad = next((t for t in prompt if not isinstance(t, int) or not 0 <= t < self._vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"prompt holds {bad!r}, token ids must be integers below {self._vocab_size}")
 
     def _boundaries(self, turn: TurnSpec | None, length: int) -> tuple[tuple[str, int], ...]:
         if turn is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from engram_runtime.engine.outputs import RequestMetrics, RequestOutput
@@ -42,7 +43,7 @@ class Request:
 
     request_id: str
     params: SamplingParams
-    prompt_ids: tuple[int, ...]
+    prompt_ids: array[int]
     arrival: float
     turn: TurnSpec | None = None
     warm_boundary: str | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from engram_runtime.cache.manager import CacheManager, Lease
@@ -37,7 +38,7 @@ class _Job:
     fetched: Fetched | None = None
     taken: Lease | None = None
     """Blocks and slot that receive the snapshot."""
-    block_ids: tuple[int, ...] = ()
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
     abandoned: bool = False
 
     @property
@@ -202,7 +203,7 @@ class Restorer:
             reach = max(reach, first + packed.shape[3])
         if reach < fetched.position:
             return f"snapshot {fetched.snapshot_id} lacks the keys and values of token {reach}", True
-        slots = self._cache.states.allocate(1) if self._cache.has_state else []
+        slots = self._cache.states.allocate(1) if self._cache.has_state else array("i")
         if slots is None:
             return "no free state slot on the GPU", True
         blocks = self._cache.blocks.allocate(max(0, self._cache.blocks_for(fetched.position) - len(whole)))
@@ -211,7 +212,7 @@ class Restorer:
             return "no free blocks on the GPU", True
         job.fetched = fetched
         job.taken = self._cache.adopt(blocks, slots[0] if slots else None)
-        job.block_ids = (*whole, *blocks)
+        job.block_ids = whole + blocks
         return None
 
     def _register(self, job: _Job) -> Request:
@@ -220,8 +221,8 @@ class Restorer:
             raise RuntimeError("a restore was written before its memory was taken")
         tokens = request.prompt_ids[: fetched.position]
         chain = request.first.chain
-        node = self._cache.register(chain, tokens, job.block_ids, fetched.position, partial=True)
-        if node is not None:
+        spot = self._cache.register(chain, tokens, job.block_ids, fetched.position, partial=True)
+        if spot is not None:
             mark = Mark(
                 boundary=fetched.boundary,
                 conversation_id=fetched.conversation_id,
@@ -229,7 +230,7 @@ class Restorer:
                 turn_number=fetched.turn_number,
                 snapshot_id=fetched.snapshot_id,
             )
-            self._cache.record(node, fetched.position, taken.state_slot, mark)
+            self._cache.record(spot, fetched.position, taken.state_slot, mark)
         request.first.lease = self._cache.lease(job.block_ids, taken.state_slot)
         request.restore = RestoreOutcome(
             position=fetched.position,

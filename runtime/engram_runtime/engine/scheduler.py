@@ -9,6 +9,7 @@ highest-ranked sequence is never preempted, so something always finishes.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -299,7 +300,7 @@ class Scheduler:
         handle = None if sequence.background else self.swap.take(size)
         sequence.high_water = max(sequence.high_water, sequence.computed)
         if handle is not None:
-            blocks = tuple(sequence.block_ids[: self.cache.blocks_for(sequence.computed)])
+            blocks = sequence.block_ids[: self.cache.blocks_for(sequence.computed)]
             draft.swap_out.append(Swap(handle, blocks, sequence.computed, sequence.state_slot))
             sequence.swap_handle = handle
             self.counters.preemptions_swapped += 1
@@ -326,7 +327,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self.cache.release_blocks(sequence.block_ids)
-        sequence.block_ids = []
+        sequence.block_ids = array("i")
         held = tuple(slot for slot in (sequence.state_slot, sequence.spare_slot) if slot is not None)
         self.cache.states.release(held)
         sequence.state_slot = sequence.spare_slot = None
@@ -342,8 +343,10 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0] is not step:
             raise RuntimeError("steps complete in the order they were scheduled")
         self._in_flight.popleft()
-        self.cache.release_blocks(step.held_blocks)
-        self.cache.states.release(step.held_states)
+        for block in step.held_blocks:  # one by one: several sequences may have copied from the same
+            self.cache.blocks.release((block,))
+        for slot in step.held_states:
+            self.cache.states.release((slot,))
         size = self.cache.block_size
         for work in step.work:
             sequence = work.sequence

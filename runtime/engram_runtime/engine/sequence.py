@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,7 +32,7 @@ class Sequence:
     key: str
     """Unique in the engine."""
     tenant: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: array[int]
     sampling: RowSampling
     max_new_tokens: int
     """0 for a background sequence: nothing is sampled."""
@@ -52,7 +53,7 @@ class Sequence:
     high_water: int = 0
     in_flight: int = 0
     """Tokens that planned steps will sample, not yet returned."""
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
     state_slot: int | None = None
     """Holds the state after everything that is planned."""
     spare_slot: int | None = None
@@ -109,12 +110,12 @@ class Sequence:
         """The next step feeds just the token sampled last."""
         return self.remaining == 1 and self.computed >= len(self.prompt_ids)
 
-    def token_ids(self, first: int, last: int) -> tuple[int, ...]:
-        """Known tokens [first, last)."""
+    def token_ids(self, first: int, last: int) -> array[int]:
+        """Known tokens [first, last), array("I")."""
         length = len(self.prompt_ids)
         if last <= length:
             return self.prompt_ids[first:last]
-        outputs = tuple(self.output_ids[max(0, first - length) : last - length])
+        outputs = array("I", self.output_ids[max(0, first - length) : last - length])
         return self.prompt_ids[first:length] + outputs if first < length else outputs
 
     def next_split(self) -> int | None:

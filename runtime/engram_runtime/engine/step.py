@@ -60,7 +60,7 @@ class Draft:
             row=sequence.row,
             start=start,
             token_ids=None if sequence.is_decode else sequence.token_ids(start, end),
-            block_ids=tuple(sequence.block_ids[:blocks]),
+            block_ids=sequence.block_ids[:blocks],
             state_slot=sequence.state_slot or 0,
             sample=samples,
             state_target=sequence.spare_slot if sequence.is_decode else None,

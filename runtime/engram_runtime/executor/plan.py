@@ -9,6 +9,7 @@ Order inside a step: swap_out, swap_in, block_copies, state_loads, forward pass,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class RowOpen:
 
     row: int
     sampling: RowSampling
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     output_ids: tuple[int, ...] = ()
     """Tokens generated before a preemption."""
 
@@ -79,7 +80,7 @@ class Swap:
     """Move a sequence's KV (tokens [0, tokens)) and state between the pools and the host buffer named `handle`."""
 
     handle: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     tokens: int
     state_slot: int | None
 
@@ -90,9 +91,9 @@ class SequencePlan:
 
     row: int
     start: int
-    token_ids: tuple[int, ...] | None
+    token_ids: Sequence[int] | None
     """None: one token, the one sampled last for this row."""
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     """Block table covering start + num_tokens."""
     state_slot: int
     """Running slot; 0 when the model has no state."""

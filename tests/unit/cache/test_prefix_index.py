@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ BLOCK = 4
 
 def remember(
     cache: CacheManager, tokens: list[int], *, tenant: str = "a", state_at: int | None = None, mark: object = None
-) -> list[int]:
+) -> array[int]:
     """Register a finished sequence and give its blocks back; returns the blocks it used."""
     blocks = cache.blocks.allocate(cache.blocks_for(len(tokens)))
     assert blocks is not None
@@ -42,14 +43,14 @@ def test_dense_models_may_use_part_of_a_block() -> None:
     blocks = remember(cache, [1, 2, 3, 4, 5, 6, 7])
     match = cache.match("a", [1, 2, 3, 4, 5, 6, 9, 9], 7)
     assert match.position == 6
-    assert match.blocks == tuple(blocks[:2])
-    assert match.whole == tuple(blocks[:1])
+    assert match.blocks == blocks[:2]
+    assert match.whole == blocks[:1]
 
 
 def test_a_full_block_can_be_used_in_part_too() -> None:
     cache = CacheManager(8, BLOCK)
     blocks = remember(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert cache.match("a", [1, 2, 3, 4, 5, 6, 0, 0, 0], 8) == Match(6, tuple(blocks), whole=tuple(blocks[:1]))
+    assert cache.match("a", [1, 2, 3, 4, 5, 6, 0, 0, 0], 8) == Match(6, blocks, whole=blocks[:1])
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
@@ -182,32 +183,80 @@ class Model:
 words = st.lists(st.integers(0, 2), min_size=1, max_size=13)
 
 
+def stretched(tokens: list[int], times: int) -> list[int]:
+    """Each token `times` times: chains of many blocks, which are handled as whole arrays."""
+    return [token for token in tokens for _ in range(times)]
+
+
+@pytest.mark.parametrize("times", [1, 11])
 @given(
     st.booleans(),
     st.lists(st.tuples(st.sampled_from("ab"), words, st.integers(1, 13)), max_size=12),
     st.lists(st.tuples(st.sampled_from("ab"), words), max_size=6),
 )
 def test_the_index_finds_what_brute_force_finds(
-    recurrent: bool, chains: list[tuple[str, list[int], int]], lookups: list[tuple[str, list[int]]]
+    times: int, recurrent: bool, chains: list[tuple[str, list[int], int]], lookups: list[tuple[str, list[int]]]
 ) -> None:
-    cache = CacheManager(64, BLOCK, num_states=16 if recurrent else 0)
+    cache = CacheManager(64 * times, BLOCK, num_states=16 if recurrent else 0)
     model = Model()
-    for tenant, tokens, position in chains:
-        state = position if recurrent and position <= len(tokens) else None
+    for tenant, word, position in chains:
+        tokens = stretched(word, times)
+        state = position * times - 1 if recurrent and position <= len(word) and position * times > 1 else None
         remember(cache, tokens, tenant=tenant, state_at=state)
         model.chains.append((tenant, tokens, state))
         cache.check_integrity(Counter(), Counter())
-    for tenant, tokens in lookups:
+    for tenant, word in lookups:
+        tokens = stretched(word, times)
         match = cache.match(tenant, tokens, len(tokens) - 1)
         assert match.position == model.longest(tenant, tokens, len(tokens) - 1, recurrent)
         assert len(match.blocks) == cache.blocks_for(match.position)
         assert (match.state is not None) == (recurrent and match.position > 0)
 
 
+@pytest.mark.parametrize("times", [1, 11])
 @given(st.booleans(), st.lists(st.tuples(words, st.integers(1, 13)), max_size=40))
-def test_a_small_cache_forgets_without_leaking(recurrent: bool, chains: list[tuple[list[int], int]]) -> None:
-    cache = CacheManager(6, BLOCK, num_states=2 if recurrent else 0)
-    for tokens, position in chains:
-        remember(cache, tokens, state_at=position if recurrent and position <= len(tokens) else None)
+def test_a_small_cache_forgets_without_leaking(
+    times: int, recurrent: bool, chains: list[tuple[list[int], int]]
+) -> None:
+    cache = CacheManager(6 * times, BLOCK, num_states=2 if recurrent else 0)
+    for word, position in chains:
+        tokens = stretched(word, times)
+        remember(cache, tokens, state_at=position * times if recurrent and position <= len(word) else None)
         cache.check_integrity(Counter(), Counter())
         assert cache.blocks.held == 0
+
+
+def test_a_conversation_is_one_run_however_long_and_parts_where_another_leaves_it() -> None:
+    cache = CacheManager(600, BLOCK)
+    history = list(range(1000))
+    remember(cache, history)
+    for turn in range(1, 8):
+        remember(cache, history + [7] * (turn * 3))
+    assert len(cache.index.root("a").children) == 1
+    assert len(cache.index._runs) == 1
+    remember(cache, [*history[:500], 1, 2, 3])
+    assert len(cache.index._runs) == 3
+    assert cache.match("a", [*history, 7, 7], 1001).position == 1001
+    assert cache.match("a", [*history[:500], 1, 2, 3, 4], 503).position == 503
+    cache.check_integrity(Counter(), Counter())
+    cache.blocks.release(cache.blocks.allocate(cache.blocks.size) or [])
+    assert not cache.index._runs
+    cache.check_integrity(Counter(), Counter())
+
+
+def test_a_chain_whose_blocks_were_evicted_is_registered_from_the_root_again() -> None:
+    cache = CacheManager(8, BLOCK)
+    blocks = cache.blocks.allocate(4)
+    assert blocks is not None
+    chain, tokens = Chain("a"), list(range(16))
+    cache.register(chain, tokens, blocks, 8)
+    cache.release_blocks(blocks[:2])
+    other = cache.blocks.allocate(6)  # takes both
+    assert other is not None
+    cache.blocks.release(other[4:])
+    assert chain.spot is not None
+    assert cache.index.find(chain.spot) is None
+    again = cache.blocks.allocate(2)
+    assert again is not None
+    cache.register(chain, tokens, again + blocks[2:], 16)
+    assert cache.match("a", tokens, 15).position == 15

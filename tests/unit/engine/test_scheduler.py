@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import pytest
@@ -45,7 +46,7 @@ class Harness:
         sequence = Sequence(
             key=f"{self.count:04d}",
             tenant="t",
-            prompt_ids=tuple(prompt),
+            prompt_ids=array("I", prompt),
             sampling=RowSampling(),
             max_new_tokens=0 if background else new,
             arrival=float(self.count),
