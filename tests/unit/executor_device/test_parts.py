@@ -67,7 +67,7 @@ def test_a_batch_is_filled_up_with_the_spare_row() -> None:
     assert lines.tolist() == [
         [3, 5, 8, 8], [16, 40, 0, 0], [2, 1, 6, 6], [1, 4, 4, 4], [8, 30, 30, 30], [2, 3, 6, 6]
     ]  # fmt: skip
-    assert more == [(5, 0, 1), (5, 1, 2), (5, 2, 3)]
+    assert [lines.tolist() for lines in more] == [[[5, 5, 5], [0, 1, 2], [1, 2, 3]]]  # rows, columns, blocks
 
 
 def test_the_gathering_kernel_equals_its_reference() -> None:

@@ -174,7 +174,7 @@ class DeviceExecutor:
                 words, places, last = laid_out.words, laid_out.places, laid_out.last
             elif sequences:
                 mixed = MixedInputs(sequences, packer)
-        update = packer.add(np.array(updates, dtype=np.int64).T) if updates else None
+        update = packer.add(np.concatenate(updates, axis=1)) if updates else None
         sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
         numbers = [s.row for _, s in sampled]
         rows = [self._rows[number] for number in numbers]

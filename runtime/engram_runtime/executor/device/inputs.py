@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram_kernels.metadata import PAGE, StepMetadata
 from engram_runtime.executor.device.staging import Packer
-from engram_runtime.executor.device.tables import HostRow, RowTables
+from engram_runtime.executor.device.tables import HostRow, RowTables, update_lines
 from engram_runtime.executor.plan import SequencePlan
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -44,8 +44,8 @@ def decode_lines(
     batch: int,
     tables: RowTables,
     spare_slot: int,
-) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """[6, batch] int64, filled up with the spare row, and the updates (row, column, block) that do not fit there."""
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """[6, batch] int64, filled up with the spare row, and the updates (`update_lines`) that do not fit there."""
     lines = np.empty((DECODE_LINES, batch), dtype=np.int64)
     lines[:, len(sequences) :] = [
         [tables.spare_row],
@@ -55,7 +55,7 @@ def decode_lines(
         [tables.spare_block],
         [spare_slot],
     ]
-    more: list[tuple[int, int, int]] = []
+    more: list[np.ndarray] = []
     columns, blocks = [], []
     for sequence in sequences:
         first, new = rows[sequence.row].new_blocks(sequence.block_ids)
@@ -65,7 +65,8 @@ def decode_lines(
         else:
             columns.append(tables.width)
             blocks.append(tables.spare_block)
-            more.extend((sequence.row, first + offset, block) for offset, block in enumerate(new))
+            if len(new):
+                more.append(update_lines(sequence.row, first, new))
     count = len(sequences)
     lines[0, :count] = [sequence.row for sequence in sequences]
     lines[1, :count] = [sequence.start for sequence in sequences]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,10 +83,19 @@ class HostRow:
         self.blocks, self.last_block = len(block_ids), block_ids[-1]
         return known, block_ids[known:]
 
-    def block_updates(self, sequence: SequencePlan) -> list[tuple[int, int, int]]:
-        """The same as (row, column, block)."""
+    def block_updates(self, sequence: SequencePlan) -> list[np.ndarray]:
+        """The same as `update_lines`; [] where there is nothing new."""
         first, new = self.new_blocks(sequence.block_ids)
-        return [(sequence.row, first + offset, block) for offset, block in enumerate(new)]
+        return [update_lines(sequence.row, first, new)] if len(new) else []
+
+
+def update_lines(row: int, first: int, blocks: Sequence[int]) -> np.ndarray:
+    """[3, n] int64: row, column from `first` on, block."""
+    lines = np.empty((3, len(blocks)), dtype=np.int64)
+    lines[0] = row
+    lines[1] = np.arange(first, first + len(blocks))
+    lines[2] = blocks
+    return lines
 
 
 class SeenTokens:

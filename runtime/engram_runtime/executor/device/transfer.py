@@ -246,7 +246,7 @@ class DeviceTransfer(CacheTransfer):
     def _table(self, block_ids: Sequence[int]) -> Tensor:
         """[n] int32 on the device, sent without waiting."""
         host = host_buffer((len(block_ids),), torch.int32, self._device)
-        host.copy_(torch.as_tensor(block_ids, dtype=torch.int32))
+        host.numpy()[:] = block_ids
         return host.to(self._device, non_blocking=True)
 
     def _zero(self) -> Tensor:
