@@ -50,6 +50,7 @@ SOON_SECONDS = 1.0
 WAITING_SECONDS = 5.0  # between looks at something that no event will tell of
 REFUSED_SECONDS = 30.0  # a refusal that is not about the spec may be lifted without an event
 REPORT_SECONDS = 20.0  # between questions to engines that serve
+NOTICE_SECONDS = 60.0  # an API that the cluster lacks may be installed; the client asks no more often
 _MOST_REPORTS = 4096
 _KEY: Object = {"kind": "Secret"}
 
@@ -148,6 +149,7 @@ class ModelController:
         result = status_of(observed, look.now)
         waits.append(result.look_again)
         await self._publish(look.model, result.status)
+        waits.append(NOTICE_SECONDS if notice else None)
         if any(is_ready(pod) for pod in look.pods):
             waits.append(REPORT_SECONDS)
         if len(look.pods) < observed.wanted or not all(is_ready(pod) for pod in look.pods):

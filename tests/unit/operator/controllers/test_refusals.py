@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engram_operator.controllers.model import NOTICE_SECONDS
 from engram_operator.kube.kinds import MODELS, POD_MONITORS, PODS, POLICIES, SECRETS, SERVICES, STATEFULSETS
 from tests.unit.operator.controllers.world import NS, World, running
 
@@ -182,6 +183,20 @@ async def test_a_cluster_without_pod_monitors_is_told_so_and_nothing_more() -> N
         "spec.monitoring: this cluster has no PodMonitor API; metrics are served on the admin port anyway",
     )
     assert world.condition("Ready")[0] == "True"
+
+
+async def test_pod_monitors_that_are_installed_later_are_found_without_an_event() -> None:
+    world = World()
+    world.model(monitoring={"enabled": True}, suspend=True)
+    await world.steady()
+    again = await world.look()
+    assert again is not None
+    assert again <= NOTICE_SECONDS
+    world.kube.store.served.add(POD_MONITORS)
+    world.later(again + 1)
+    await world.steady()
+    assert len(world.kube.all(POD_MONITORS)) == 1
+    assert await world.look() is None
 
 
 async def test_a_pod_monitor_comes_and_goes() -> None:
