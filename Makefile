@@ -24,8 +24,10 @@ install: ## make the virtual environment (done by every target that needs it)
 demo: install ## a 12-turn chat with real weights that survives a killed engine (about 4 minutes)
 	$(BIN)/python examples/demo/demo.py --output build/demo.json
 
-test: lint test-unit test-integration ## everything CI runs: lint, unit and integration tests
-	@echo "not run here: gpu tier (make test-gpu, on a machine with a CUDA device), e2e tier (make test-e2e, as root on Debian)"
+test: lint test-unit test-integration test-e2e ## everything CI runs: lint, unit, integration and end-to-end tests
+	@echo "not run here: gpu tier (make test-gpu, on a machine with a CUDA device)"
+	@missing=$$($(BIN)/python -m tests.e2e.cluster missing); \
+		[ "$$missing" = nothing ] || echo "not run here: e2e tier, since $$missing; then: make test-e2e"
 
 lint: install ## ruff, mypy (strict) and the layer contracts
 	$(BIN)/ruff check .
@@ -46,7 +48,7 @@ test-integration: install ## real servers on loopback, real weights (fetched onc
 # What takes minutes (Go programs, base image, Python environment) is made first, outside of any test's time limit.
 test-e2e: install ## the operator on a real cluster, built from source (root on Debian, Go; KUBECONFIG=... uses another)
 	$(BIN)/python -m tests.e2e.cluster prepare
-	$(PYTEST) tests/e2e
+	$(TEST_ENV) $(BIN)/python -m tests.e2e.run
 
 cluster-up: install ## start that cluster and leave it running: test-e2e then uses it
 	$(BIN)/python -m tests.e2e.cluster up

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.e2e import pods
-from tests.e2e.cluster.client import Client
+from tests.e2e.cluster.client import Client, CommandError
 
 PORT = 8000
+PROXY_SECONDS = 5
 # One request as the argument says; prints the answer's status and body.
 PROGRAM = """
 import json, sys, urllib.error, urllib.request
@@ -127,6 +128,19 @@ class Caller:
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
         url = f"http://{model}:{PORT}/v1/chat/completions"
         return self.ask(url, body, headers={"x-engram-conversation-id": conversation}, timeout=timeout)
+
+    def wait_for(self, model: str, seconds: float) -> None:
+        """Until the model is Ready, and its Service leads this pod to it: kube-proxy hears of an engine that has become
+        ready at the same time as the operator, and takes a moment to write its rules."""
+        self.kube.wait(f"engrammodel/{model}", "condition=Ready", self.namespace, seconds)
+
+        def reached() -> bool:
+            try:
+                return self.ask(f"http://{model}:{PORT}/health").status == 200
+            except CommandError:  # refused
+                return False
+
+        self.kube.until(f"the Service leads to {model}", reached, PROXY_SECONDS)
 
     def load(self, model: str) -> AbstractContextManager[Load]:
         """Chats through the model's Service inside the block: every single failure is kept."""

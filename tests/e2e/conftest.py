@@ -5,6 +5,9 @@ ENGRAM_E2E_OPERATOR_IMAGE, ENGRAM_E2E_ENGINE_IMAGE, ENGRAM_E2E_MODEL (a model UR
 ENGRAM_E2E_S3_ACCESS_KEY, ENGRAM_E2E_S3_SECRET_KEY say what it has. Tests that break nodes need ours and are skipped.
 
 Where something is missing the tests are skipped with the reason; with ENGRAM_REQUIRE_E2E=1 they fail instead.
+
+Tests are marked `together` (each stays in its namespace, so several processes may run them at once) or `alone` (it
+breaks a node, the API server or the operator, or judges the whole run); `python -m tests.e2e.run` runs the two parts.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,12 +23,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import store
 from tests.e2e.cluster import build, models, packages, prepare
 from tests.e2e.cluster import images as image_names
 from tests.e2e.cluster.audit import AuditLog
 from tests.e2e.cluster.client import Client, CommandError
 from tests.e2e.cluster.cluster import Cluster
-from tests.e2e.cluster.layout import STORE_IP
 from tests.support import radosgw
 from tests.support.s3_process import S3Server
 
@@ -84,20 +86,28 @@ TEST_SECONDS = 900  # the first test of a run also waits for the cluster
 # The order of a run: a namespace is set up that is left alone while the calm tests run; what breaks nodes, restarts the
 # API server or takes the operator away comes after; the audit log of all that is read at the end.
 STAGES = ("settle", "calm", "rest", "disruptive", "chart", "audit")
+TOGETHER = ("settle", "calm")
 FAULTS = "under_fault"  # that folder's tests are disruptive
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIMINGS] = {}
     config.stash[RECORDED] = []
-    config.addinivalue_line("markers", f"stage(name): when in a run an end-to-end test comes: {', '.join(STAGES)}")
+    for line in (
+        f"stage(name): when in a run an end-to-end test comes: {', '.join(STAGES)}",
+        "together: the test stays in its namespace, so others may run beside it (follows from the stage)",
+        "alone: it breaks what others use, or judges the whole run (follows from the stage)",
+    ):
+        config.addinivalue_line("markers", line)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses among the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     for item in ours:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+        item.add_marker("together" if STAGES[_stage(item)] in TOGETHER else "alone")
     others = [item for item in items if not item.path.is_relative_to(Path(__file__).parent)]
     items[:] = others + sorted(ours, key=_stage)
 
@@ -192,9 +202,11 @@ def object_store(request: pytest.FixtureRequest, existing: str | None) -> Iterat
         url, key = _given("ENGRAM_E2E_S3_ENDPOINT"), _given("ENGRAM_E2E_S3_ACCESS_KEY")
         yield ObjectStore(S3Server(url, key, _given("ENGRAM_E2E_S3_SECRET_KEY"), "given"))
         return
-    layout = request.getfixturevalue("cluster").layout
-    enter = (*layout.enter(), "setpriv", "--pdeathsig", "KILL")  # it ends with this process, also when that is killed
-    with radosgw.running_radosgw(place=radosgw.Place(STORE_IP, enter)) as server:
+    cluster = request.getfixturevalue("cluster")
+    if (shared := store.shared(cluster.layout)) is not None:
+        yield ObjectStore(shared)
+        return
+    with store.running(cluster.layout) as server:
         yield ObjectStore(server)
 
 
@@ -256,21 +268,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.CallI
     report = outcome.get_result()  # type: ignore[attr-defined]
     kept = item.config.stash[RECORDED]
     cluster = item.config.stash.get(RUNNING, None)
-    if report.failed and cluster is not None and len(kept) < MOST_RECORDS:
+    if cluster is None:
+        return
+    if report.failed and len(kept) < MOST_RECORDS:
         target = RECORDS / re.sub(r"[^\w.-]+", "_", item.name)
         try:
             cluster.collect(target)
+            report.sections.append(("records", str(target)))
         except (OSError, CommandError) as error:
-            print(f"could not keep the records: {error}", file=sys.stderr)
+            report.sections.append(("records", f"could not keep them: {error}"))
         kept.append(target)
+    if report.when == "call" and report.passed:
+        cluster.note_test(item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if timings := config.stash[TIMINGS]:
         terminalreporter.section("cluster")
         terminalreporter.write_line(prepare.report(timings))
-    for target in config.stash[RECORDED]:
-        terminalreporter.write_line(f"records of a failure: {target}")
 
 
 def _missing(reason: str) -> None:

@@ -91,12 +91,12 @@ def lasting(
         policy = resources.policy(object_store, object_store.bucket())
         cluster.apply(object_store.secret(), policy, resources.model(MODEL, tiny_model), namespace=namespace)
         caller = Caller.start(cluster, images.engine, namespace)
-        cluster.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
+        caller.wait_for(MODEL, READY_SECONDS)
         made = Lasting(cluster, images, namespace, caller)
         made.chats()
         cluster.until("both finalizers", lambda: len(set(made.finalizers())) == 2)
         yield made
-        if cluster.kept():  # others use it
+        if cluster.stays():  # others use it
             install_operator(cluster, images)
 
 

@@ -14,9 +14,9 @@ from tests.e2e.cluster.client import Client, CommandError, condition, names
 from tests.e2e.cluster.cluster import Busy, Cluster
 from tests.e2e.conftest import CREDENTIALS, Images, ObjectStore
 
-pytestmark = pytest.mark.stage("disruptive")
 ECHO = "echo"
 REPLICAS = 2
+PROXY_SECONDS = 5
 CALL = """
 import sys, urllib.request
 for _ in range(int(sys.argv[2])):
@@ -93,6 +93,13 @@ def test_names_and_services_lead_to_pods_on_both_nodes(cluster: Cluster, images:
     caller = pods.start(cluster, "caller", pods.pod_spec(images.engine), namespace)
     cluster.kubectl("rollout", "status", f"deployment/{ECHO}", "--timeout=60s", namespace=namespace)
 
+    def reached() -> bool:
+        try:
+            return bool(cluster.run_python(caller, CALL, f"http://{ECHO}/", "1", namespace=namespace))
+        except CommandError:  # kube-proxy hears of ready pods when the Deployment does, and then writes its rules
+            return False
+
+    cluster.until("the Service leads to the pods", reached, PROXY_SECONDS)
     running = cluster.pods(namespace, f"app={ECHO}")
     assert {pod["spec"]["nodeName"] for pod in running} == set(cluster.nodes)
     for name in (ECHO, f"{ECHO}.{namespace}.svc.cluster.local"):
@@ -177,6 +184,7 @@ def node_status(kube: Client, name: str) -> str:
     return str(condition(kube.read(f"/api/v1/nodes/{name}"), "Ready").get("status"))
 
 
+@pytest.mark.stage("disruptive")
 @pytest.mark.parametrize("fault", ["partition", "kill"])
 def test_a_node_is_lost_and_comes_back(cluster: Cluster, images: Images, namespace: str, fault: str) -> None:
     cluster.apply(*echo(images), namespace=namespace)
@@ -201,6 +209,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster, images: Images, namespa
     cluster.kubectl("rollout", "status", f"deployment/{ECHO}", "--timeout=90s", namespace=namespace)
 
 
+@pytest.mark.stage("disruptive")
 def test_one_run_at_a_time(cluster: Cluster) -> None:
     with pytest.raises(Busy, match="another test run"):
         Cluster(cluster.layout).acquire()

@@ -84,7 +84,7 @@ class Garden:
         self.change_policy(retention=retention)
         self.until("another pod", replaced, READY_SECONDS)
         self.kube.wait(f"pod/{MODEL}-0", "condition=Ready", self.namespace, READY_SECONDS)
-        self.kube.wait(f"engrammodel/{MODEL}", "condition=Ready", self.namespace, READY_SECONDS)
+        self.caller.wait_for(MODEL, READY_SECONDS)
 
     def model(self, kind: str) -> Object:
         return condition(self.kube.custom("engrammodels", self.namespace, MODEL), kind)
@@ -127,7 +127,7 @@ def garden(kube: Client, images: Images, operator: str, object_store: ObjectStor
         model = resources.model(MODEL, tiny_model, engine=engine)
         kube.apply(object_store.secret(), policy, model, namespace=namespace)
         caller = Caller.start(kube, images.engine, namespace)
-        kube.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
+        caller.wait_for(MODEL, READY_SECONDS)
         made = Garden(kube, namespace, bucket, object_store, caller)
         made.chat("beans", TURNS)
         yield made

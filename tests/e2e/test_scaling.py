@@ -33,13 +33,14 @@ def test_one_three_none_and_one_again(
 ) -> None:
     kube.apply(resources.model(MODEL, tiny_model), namespace=namespace)
     caller = Caller.start(kube, images.engine, namespace)
-    kube.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
+    caller.wait_for(MODEL, READY_SECONDS)
 
     scale(kube, namespace, 3)
     assert names(kube.pods(namespace, f"app.kubernetes.io/instance={MODEL}")) == [f"{MODEL}-{i}" for i in range(3)]
     scale(kube, namespace, 0)
     assert kube.custom("engrammodels", namespace, MODEL)["status"]["phase"] == "Suspended"  # type: ignore[index]
     scale(kube, namespace, 1)
+    caller.wait_for(MODEL, READY_SECONDS)
 
     answer = caller.chat(MODEL, "Are you back?", conversation="scaled")
     assert answer.status == 200, answer.text
@@ -51,7 +52,7 @@ def test_a_sleeping_model_wakes_for_a_request_that_waits(
 ) -> None:
     kube.apply(resources.model(MODEL, tiny_model, scaleToZero={"idleSeconds": IDLE_SECONDS}), namespace=namespace)
     caller = Caller.start(kube, images.engine, namespace)
-    kube.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
+    caller.wait_for(MODEL, READY_SECONDS)
     labels = f"app.kubernetes.io/instance={MODEL}"
 
     def sleeps() -> bool:

@@ -32,7 +32,7 @@ def kept(kube: Client, images: Images, operator: str, object_store: ObjectStore,
         policy = resources.policy(object_store, bucket, publish={"mode": "Requested"})
         kube.apply(object_store.secret(), policy, resources.model(MODEL, tiny_model), namespace=namespace)
         caller = Caller.start(kube, images.engine, namespace)
-        kube.wait(f"engrammodel/{MODEL}", "condition=Ready", namespace, READY_SECONDS)
+        caller.wait_for(MODEL, READY_SECONDS)
         answer = caller.chat(MODEL, "Please keep what I say about bees.", conversation=CONVERSATION)
         assert answer.status == 200, answer.text
         yield Kept(namespace, bucket, caller)
@@ -80,3 +80,25 @@ def test_deleting_the_object_deletes_the_bytes(kube: Client, kept: Kept, object_
     after = object_store.keys(kept.bucket)
     assert not [key for key in after if any(snapshot_id in key for snapshot_id in stored)]
     assert len(after) < len(before)
+
+
+def test_one_that_an_application_has_deleted_is_said_to_be_lost(kube: Client, kept: Kept) -> None:
+    conversation = "another-conversation"
+    assert kept.caller.chat(MODEL, "Keep this too.", conversation=conversation).status == 200
+    kube.apply(resources.snapshot("other", MODEL, conversation), namespace=kept.namespace)
+    status = kube.until("a Snapshot that is ready", lambda: ready(kube, kept.namespace, "other"), 60)["status"]
+    inside = Caller(kube, kept.namespace, f"{MODEL}-0")
+    for entry in status.get("boundaries") or [status]:
+        url = f"http://127.0.0.1:{PORT}/v1/snapshots/{entry['snapshotID']}"
+        assert inside.ask(url, method="DELETE").status == 200
+    patch = '{"spec":{"pinned":true}}'
+    kube.kubectl("patch", "snapshot", "other", "--type=merge", "-p", patch, namespace=kept.namespace)
+
+    def lost() -> Object | None:
+        found = (kube.custom("snapshots", kept.namespace, "other") or {}).get("status") or {}
+        return found if found.get("phase") == "Failed" else None
+
+    said = kube.until("the object says that its bytes are gone", lost, 60)
+    assert said["readyToUse"] is False
+    assert [(entry["type"], entry["reason"]) for entry in said["conditions"]] == [("Ready", "DataLost")]
+    kube.kubectl("delete", "snapshot", "other", "--timeout=60s", namespace=kept.namespace)

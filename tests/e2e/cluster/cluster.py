@@ -9,11 +9,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from tests.e2e.cluster.daemons import Daemons, end_all, processes
 from tests.e2e.cluster.layout import CONTROL_PLANE, Layout, node_names
 
 CONTROLLERS = ("kube-controller-manager", "kube-scheduler")
+# What these say of daemons and networks, a cluster that runs has been told when it was started.
+DECIDES = ("certificates.py", "control_plane.py", "layout.py", "network.py", "node.py")
 # What the CNI library and the kubelet leave outside the cluster's folder.
 STRAYS = (Path("/var/lib/cni/results"), Path("/var/log/containers"), Path("/var/log/pods"))
 
@@ -120,8 +124,24 @@ class Cluster(Client):
         """For a cluster that its maker leaves running: test runs use it and do not take it down."""
         (self.layout.root / "kept").touch()
 
+    def keep_for_me(self) -> None:
+        """The same while this process lives, which takes it down; other processes may share it from now on."""
+        (self.layout.root / "kept").write_text(str(os.getpid()))
+        self.acquire(shared=True)
+
     def kept(self) -> bool:
-        return (self.layout.root / "kept").exists()
+        """Whether other processes may use it."""
+        owner = self._keeper()
+        return owner is not None and (not owner or Path(f"/proc/{owner}").exists())
+
+    def stays(self) -> bool:
+        """Whether it is there after this run."""
+        return self._keeper() == ""
+
+    def _keeper(self) -> str | None:
+        """Empty: a person, who takes it down by hand."""
+        note = self.layout.root / "kept"
+        return note.read_text() if note.exists() else None
 
     def answers(self) -> bool:
         """Whether the API server is ready."""
@@ -224,6 +244,33 @@ class Cluster(Client):
                 text = str(error)
             (target / file).write_text(text)
 
+    def note_test(self, name: str) -> None:
+        """That it passed on this cluster, so that the audit log tells of it."""
+        with (self.layout.root / "passed").open("a") as file:
+            file.write(f"{name}\n")
+
+    def passed(self) -> set[str]:
+        note = self.layout.root / "passed"
+        return set(note.read_text().splitlines()) if note.exists() else set()
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Around what the API server does not survive, until it is ready again: while it starts, it refuses those
+        whose roles it has not loaded yet."""
+        began = datetime.now(UTC)
+        try:
+            yield
+        finally:
+            with (self.layout.root / "outages").open("a") as file:
+                file.write(f"{began.isoformat()} {datetime.now(UTC).isoformat()}\n")
+
+    def was_out(self, time: datetime) -> bool:
+        note = self.layout.root / "outages"
+        lines = note.read_text().splitlines() if note.exists() else []
+        return any(
+            began <= time <= ended for began, ended in (map(datetime.fromisoformat, line.split()) for line in lines)
+        )
+
     def memory(self) -> int:
         """Resident bytes of everything in the cluster; shared pages count once for each process."""
         pids = [pid for name in (CONTROL_PLANE, *self.nodes) for pid in processes(self.layout, name)]
@@ -242,10 +289,10 @@ class Cluster(Client):
 
 
 def fingerprint() -> str:
-    """Of the programs and of this package's files, the images' recipes left out."""
+    """Of the programs and of what says how they run; images are loaded by their digests."""
     digest = hashlib.sha256(build.path().encode())
     for path in sorted(Path(__file__).parent.rglob("*")):
-        if path.suffix in (".yaml", ".toml", ".conflist", "") and path.is_file():
+        if path.is_file() and (path.suffix in (".yaml", ".toml", ".conflist", "") or path.name in DECIDES):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

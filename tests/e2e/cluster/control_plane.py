@@ -50,7 +50,7 @@ def commands(layout: Layout) -> dict[str, list[str]]:
             f"--advertise-address={CONTROL_PLANE_IP}",
             f"--service-cluster-ip-range={SERVICE_CIDR}",
             "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction",
+            "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
             f"--cert-dir={root}/certs/kube-apiserver",
             f"--client-ca-file={pki}/ca.pem",
             f"--tls-cert-file={pki}/server.pem",

@@ -89,11 +89,12 @@ def test_killed_and_restarted_with_its_past_forgotten(
 
     with load_from_here(MODEL, address) as load:
         position = audit.position()
-        cluster.kill(API_SERVER)
-        time.sleep(1)
-        compacted = int(cluster.run(*cluster.layout.enter(), sys.executable, "-c", COMPACT, ETCD))
-        cluster.heal(API_SERVER)
-        cluster.until("the API server is back", cluster.answers, ANSWERS_SECONDS)
+        with cluster.outage():
+            cluster.kill(API_SERVER)
+            time.sleep(1)
+            compacted = int(cluster.run(*cluster.layout.enter(), sys.executable, "-c", COMPACT, ETCD))
+            cluster.heal(API_SERVER)
+            cluster.until("the API server is back", cluster.answers, ANSWERS_SECONDS)
         drift(cluster, served)
         cluster.until("drift is repaired", repaired(cluster, served, before), NOTICED_SECONDS)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
 from tests.e2e import pods
 from tests.e2e.application import Reply, Said
-from tests.e2e.caller import PORT
+from tests.e2e.caller import PORT, Caller
 from tests.e2e.cluster.client import Object, condition
 from tests.e2e.cluster.cluster import Cluster
 from tests.e2e.conftest import TIMINGS, ObjectStore
@@ -144,21 +145,34 @@ def test_partitioned_from_the_control_plane_with_the_operator_on_it(
 
 
 def two_of_a_name(cluster: Cluster, store: ObjectStore, served: Served, old: Object, new: Object) -> None:
-    """The old process runs on beside its namesake and reaches the store: what both write to one conversation is kept,
-    and either restores what the other has written."""
+    """The old process runs on beside its namesake and reaches the store. Both go on from one turn at once: one of them
+    becomes a branch, both are kept, and either restores what the other has written."""
     assert pods.processes(cluster, old, "serve")
     beginning = [{"role": "user", "content": f"We two share this. {INTRODUCTION}"}]
     common = turn(served, old, beginning, "shared")
     written(cluster, store, served)
-    said, replies = {}, {}
-    for side, pod in (("new", new), ("old", old)):
-        said[side] = after(beginning, common, f"The {side} one asks: which hive was best?")
-        replies[side] = turn(served, pod, said[side], "shared")
-        assert_continued(replies[side], common)
+    sides = {"new": new, "old": old}
+    said = {side: after(beginning, common, f"The {side} one asks: which hive was best?") for side in sides}
+    with ThreadPoolExecutor(len(sides)) as threads:
+        begun = {side: threads.submit(turn, served, pod, said[side], "shared") for side, pod in sides.items()}
+        replies = {side: future.result() for side, future in begun.items()}
+    for reply in replies.values():
+        assert_continued(reply, common)
     written(cluster, store, served)
+    branches = {entry["branch_name"] for entry in kept(served, new, "shared") if entry["turn_number"] == 2}
+    assert len(branches) == 2
+    assert "main" in branches
     for side, pod in (("new", old), ("old", new)):  # crosswise, so from the store
         reply = turn(served, pod, after(said[side], replies[side], "Are you sure?"), "shared")
         assert_continued(reply, replies[side])
+
+
+def kept(served: Served, pod: Object, conversation: str) -> list[Object]:
+    """What a replica lists of a conversation, the whole store included."""
+    inside = Caller(served.kube, served.namespace, pod["metadata"]["name"])
+    answer = inside.ask(f"http://127.0.0.1:{PORT}/v1/snapshots?conversation_id={conversation}")
+    assert answer.status == 200, answer.text
+    return list(answer.json["data"])
 
 
 def written(cluster: Cluster, store: ObjectStore, served: Served) -> None:
