@@ -33,8 +33,9 @@ def capability(tensor: Tensor) -> tuple[int, int]:
 def dependent_launch(tensor: Tensor) -> bool:
     """True where programmatic dependent launch works (Hopper and later).
 
-    Every kernel launched with `launch_pdl` waits (`gdc_wait`) before it touches anything another kernel writes or
-    still reads; weights may be loaded before. A kernel that follows without the attribute is ordered as always.
+    Every kernel launched with `launch_pdl` waits (`gdc_wait`) before it touches anything another kernel of the step
+    writes or still reads; weights, the step's metadata and earlier states may be loaded before (see `StepMetadata`).
+    A kernel that is launched without the attribute is ordered as always.
     """
     return capability(tensor) >= (9, 0)
 

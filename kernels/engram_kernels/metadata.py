@@ -24,10 +24,11 @@ class StepMetadata:
     Sequences are ordered: decodes first (exactly one new token and some history), then prefill chunks. The new tokens
     of sequence s are rows `query_start[s]:query_start[s + 1]` of every [T, ...] tensor.
 
-    The tensors are written before the step's first op, by launches that do not release their dependents early: kernels
-    read them before they wait for their predecessor. A captured graph may be padded: a token without a place has slot
-    -1, a decode without a sequence has length 0 and a state slot nobody uses, and a chunk of at most 128 tokens may be
-    shorter on the device than the host fields say.
+    The tensors, and the states of the step's slots, are complete when the step's first op begins: kernels read them
+    before they wait for their predecessor. So a first op (`embedding`) is launched like any other kernel, not as a
+    dependent one, and no slot is updated twice within a step. A captured graph may be padded: a token without a place
+    has slot -1, a decode without a sequence has length 0 and a state slot nobody uses, and a chunk of at most 128
+    tokens may be shorter on the device than the host fields say.
     """
 
     positions: Tensor

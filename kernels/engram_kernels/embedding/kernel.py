@@ -1,5 +1,7 @@
 """Embedding lookup: a gather of rows, addressed in 64 bits (tables pass 2^31 bytes, and elements soon).
 
+The first kernel of a step: it starts when everything before the step is complete, and only lets its successors start
+early. What was there before the step (metadata, states, histories) they may therefore read before they wait.
 Measured on an H200: 8,192 rows of 1,024 in 12 us (66 % of the copy rate).
 """
 
@@ -9,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from engram_kernels.launch import dependent_launch
 
@@ -18,7 +20,6 @@ from engram_kernels.launch import dependent_launch
 def _embedding(ids, weight, y, stride, M: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     if USE_PDL:
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + t).to(tl.int64)
@@ -31,9 +32,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(*ids.shape, width, dtype=weight.dtype, device=weight.device)
     if not ids.numel():
         return y
-    pdl = dependent_launch(weight)
     _embedding[(ids.numel(), -(-width // 1024))](
-        ids.contiguous(), weight, y, weight.stride(0), width, 1024, pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        ids.contiguous(), weight, y, weight.stride(0), width, 1024, dependent_launch(weight), num_warps=4
+    )
     return y

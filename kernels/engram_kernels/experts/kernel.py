@@ -267,7 +267,8 @@ def _grouped(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tenso
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty(tiles * bm, inner, dtype=x.dtype, device=x.device)
     _count[(groups,)](ids, counts, pairs, padded, scan, pdl, num_warps=4, **kwargs)
-    _place[(groups,)](
+    # As many programs as experts where the parts are fewer: one that names many experts' tiles takes microseconds.
+    _place[(max(groups, count),)](
         ids, counts, totals, order, tile_expert, pairs, groups, count, padded, bm, scan, min(32, 4096 // padded), pdl,
         num_warps=4, **kwargs,
     )  # fmt: skip

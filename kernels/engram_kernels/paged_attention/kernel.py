@@ -20,6 +20,8 @@ from engram_kernels.tuning import tuned
 
 SHORT_CHUNK = 128
 """Chunks of at most this many tokens go to `split_kv`: the prefill kernels' blocks would be mostly empty."""
+COMBINERS = 2048
+"""About as many programs as run at once put pieces together; most of them have nothing to do in a large batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,10 @@ def split(
     )  # fmt: skip
     # Decodes are the step's first tokens, chunks its last: the rows of these sequences are one range either way.
     token0 = 0 if first == 0 else q.shape[0] - tokens
-    split_kv.combine[(tokens, heads)](
+    together = next_power_of_2(max(1, tokens * heads // COMBINERS))
+    split_kv.combine[(tokens, -(-heads // together))](
         part, lse, out, meta.query_start, meta.seq_lens, first, count, token0, target,
-        kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), config["merge"], pdl,
+        kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), config["merge"], together, pdl,
         num_warps=4, **kwargs,
     )  # fmt: skip
 

@@ -22,14 +22,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engram_kernels.rope_append.kernel import rotated_heads
+from engram_kernels.rope_append.kernel import head_factors, load_heads, turned
 
 FAR = tl.constexpr(-1e30)  # finite: a row that sees no key yet must not make NaN out of inf - inf
+HIDDEN = tl.constexpr(-float(2**100))  # times the scale it stays exact, so that less its own maximum it is 0
 
 
 @triton.jit
-def _cut(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl.constexpr, UNIT: tl.constexpr):
-    """The plan, per sequence [SP]: query blocks, pieces per block, first task after the sequence's last."""
+def _units(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl.constexpr, UNIT: tl.constexpr):
+    """Per sequence [SP]: query blocks, units of keys; units of a piece."""
     s = tl.arange(0, SP)
     live = s < num_seqs
     length = tl.load(seq_lens + seq0 + s, mask=live, other=0)
@@ -39,7 +40,13 @@ def _cut(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl
         first = tl.load(query_start + seq0 + s, mask=live, other=0)
         blocks = (tl.load(query_start + seq0 + s + 1, mask=live, other=0) - first + QB - 1) // QB
     units = (length + UNIT - 1) // UNIT
-    chunk = tl.maximum((tl.sum(blocks * units) + target - 1) // target, 1)
+    return blocks, units, tl.maximum((tl.sum(blocks * units) + target - 1) // target, 1)
+
+
+@triton.jit
+def _cut(query_start, seq_lens, seq0, num_seqs, target, SP: tl.constexpr, QB: tl.constexpr, UNIT: tl.constexpr):
+    """The plan, per sequence [SP]: query blocks, pieces per block, first task after the sequence's last."""
+    blocks, units, chunk = _units(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
     pieces = tl.maximum((units + chunk - 1) // chunk, 1)
     return blocks, pieces, tl.cumsum(blocks * pieces, 0)
 
@@ -55,7 +62,11 @@ def _tile(
     q, k_at, v_at, page, n0, hi, limit, h, m, den, acc, scale,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: scores [rows, BN], running maximum m, sum den, weighted values acc [rows, DP]."""
+    """One tile of keys: scores [rows, BN], running maximum m, sum den, weighted values acc [rows, DP].
+
+    A key gets the same weight to the last bit in a tile that needs the mask and in one that does not (the multiply-add
+    is written out: the compiler fuses it in one of them only), so a token's result does not depend on its chunk.
+    """
     n = n0 + tl.arange(0, BN)
     d = tl.arange(0, DP)
     at = ((page.to(tl.int64) * H + h) * 16 + n % 16)[:, None] * D + d[None, :]
@@ -66,35 +77,15 @@ def _tile(
     else:
         k = tl.load(k_at + at)
         v = tl.load(v_at + at)
-    scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    scores = tl.dot(q, k.T, input_precision="ieee")
     if MASK:
-        scores = tl.where(n[None, :] < limit[:, None], scores, FAR)
-    top = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - top[:, None])
+        scores = tl.where(n[None, :] < limit[:, None], scores, HIDDEN)
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(tl.fma(scores, scale, -top[:, None]))
     fade = tl.exp2(m - top)
     den = den * fade + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return top, den, acc
-
-
-@triton.jit
-def _append(
-    k, v, k_at, v_at, positions, slots, cos_sin, k_weight, row, stride, h, eps,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Key and value head h of one token, normed and rotated, into the cache; a negative slot appends nothing."""
-    one = h + tl.arange(0, 1)
-    d = tl.arange(0, DP)
-    cos = cos_sin
-    if HALF > 0:
-        cos = cos_sin + tl.load(positions + row) * (2 * HALF)
-    key = rotated_heads(k + row * stride, D, k_weight, cos, cos + HALF, one, H, eps, D, DP, HALF, NORM)
-    value = tl.load(v + row * stride + one[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
-    slot = tl.load(slots + row)
-    at = ((slot // 16 * H + one) * 16 + slot % 16)[:, None] * D + d[None, :]
-    keep = (d[None, :] < D) & (slot >= 0)
-    tl.store(k_at + at, key.to(k_at.dtype.element_ty), mask=keep)
-    tl.store(v_at + at, value.to(v_at.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride", "table_width", "seq0", "num_seqs", "target"])
@@ -151,22 +142,31 @@ def attend(
         page = tl.load(pages + tl.minimum(lo + n, last) // 16)
         k_at = kv
         v_at = kv + num_blocks.to(tl.int64) * (H * 16 * D)
-        if USE_PDL:
-            gdc_wait()
         if FRESH:
-            if (hi == length) & (lo < hi):
-                _append(
-                    k, v, k_at, v_at, positions, slots, cos_sin, k_weight, tl.cast(q0, tl.int64), k_stride, h, eps, H,
-                    D, DP, HALF, NORM,
-                )  # fmt: skip
-                tl.debug_barrier()
             cos = cos_sin
             if HALF > 0:
                 cos = cos_sin + tl.load(positions + q0) * (2 * HALF)
+            q_factors = head_factors(q_weight, cos, cos + HALF, D, DP, HALF, NORM)
+            k_factors = head_factors(k_weight, cos, cos + HALF, D, DP, HALF, NORM)
+            new_slot = tl.load(slots + q0)
+        if USE_PDL:
+            gdc_wait()
+        if FRESH:
+            first_row = tl.cast(q0, tl.int64)
+            one = h + tl.arange(0, 1)
             heads = tl.where(live, head, H * G)
-            qt = rotated_heads(
-                q + tl.cast(q0, tl.int64) * q_stride, D, q_weight, cos, cos + HALF, heads, H * G, eps, D, DP, HALF, NORM
-            ).to(q.dtype.element_ty)
+            # All reads before the first sum: what one needs of the others it has to wait for.
+            queries = load_heads(q + first_row * q_stride, D, heads, H * G, D, DP, HALF)
+            key = load_heads(k + first_row * k_stride, D, one, H, D, DP, HALF)
+            value = tl.load(v + first_row * k_stride + one[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+            if (hi == length) & (lo < hi):
+                new_key = turned(key, k_factors, eps, D, HALF, NORM).to(k_at.dtype.element_ty)
+                at = ((new_slot // 16 * H + one) * 16 + new_slot % 16)[:, None] * D + d[None, :]
+                inside = (d[None, :] < D) & (new_slot >= 0)  # a padding row of a captured graph has no slot
+                tl.store(k_at + at, new_key, mask=inside)
+                tl.store(v_at + at, value.to(v_at.dtype.element_ty), mask=inside)
+                tl.debug_barrier()
+            qt = turned(queries, q_factors, eps, D, HALF, NORM).to(q.dtype.element_ty)
         else:
             qt = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=keep, other=0.0)
         m = tl.full((ROWS,), FAR, tl.float32)
@@ -184,8 +184,8 @@ def attend(
 
         o = acc / tl.maximum(den, 1e-30)[:, None]
         if pieces == 1:
-            at = row[:, None] * (H * G * D) + head[:, None] * D + d[None, :]
-            tl.store(out + at, o.to(out.dtype.element_ty), mask=keep)
+            out_at = row[:, None] * (H * G * D) + head[:, None] * D + d[None, :]
+            tl.store(out + out_at, o.to(out.dtype.element_ty), mask=keep)
         else:
             slot = (t * H + h).to(tl.int64) * (QB * G) + r
             tl.store(part + slot[:, None] * D + d[None, :], o, mask=keep)
@@ -196,42 +196,47 @@ def attend(
 def combine(
     part, lse, out, query_start, seq_lens, seq0, num_seqs, token0, target,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, QB: tl.constexpr,
-    UNIT: tl.constexpr, BS: tl.constexpr, USE_PDL: tl.constexpr,
+    UNIT: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): merge the pieces of a sequence that `attend` split, BS pieces at a time."""
+    """Program (token, BH query heads): merge the pieces of a sequence that `attend` split, BS pieces at a time. A batch
+    that fills the card has none: its programs end as soon as they know."""
     if USE_PDL:
         gdc_launch_dependents()
     row = token0 + tl.program_id(0)
-    head = tl.program_id(1)
-    blocks_s, pieces_s, end_s = _cut(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
+    blocks_s, units_s, chunk = _units(query_start, seq_lens, seq0, num_seqs, target, SP, QB, UNIT)
     if QB == 1:
         s = row - token0
+        local = 0
     else:
         ends = tl.load(query_start + seq0 + 1 + tl.arange(0, SP), mask=tl.arange(0, SP) < num_seqs, other=2147483647)
         s = tl.sum((ends <= row).to(tl.int32))
-    pieces = _pick(pieces_s, s, SP)
-    if USE_PDL:
-        gdc_wait()
-    if (s < num_seqs) & (pieces > 1):
         local = row - tl.load(query_start + seq0 + s)
-        t0 = _pick(end_s, s, SP) - (_pick(blocks_s, s, SP) - local // QB) * pieces
-        slot0 = (t0.to(tl.int64) * H + head // G) * (QB * G) + local % QB * G + head % G
+    length = tl.load(seq_lens + seq0 + s, mask=s < num_seqs, other=0)
+    pieces = ((length + UNIT - 1) // UNIT + chunk - 1) // chunk
+    if USE_PDL:
+        gdc_wait()  # all of them: the next kernel takes the end of this one for the end of `attend`
+    if pieces > 1:
+        pieces_s = tl.maximum((units_s + chunk - 1) // chunk, 1)
+        end = _pick(tl.cumsum(blocks_s * pieces_s, 0), s, SP)
+        t0 = end - (_pick(blocks_s, s, SP) - local // QB) * pieces
         p = tl.arange(0, BS)
         d = tl.arange(0, DP)
-        m = FAR
-        den = 0.0
-        acc = tl.zeros((DP,), tl.float32)
-        for p0 in range(0, pieces, BS):
-            keep = p0 + p < pieces
-            slot = slot0 + (p0 + p).to(tl.int64) * (H * QB * G)
-            e = tl.load(lse + slot, mask=keep, other=FAR)
-            # A piece past a token's own position has weight 2^-1e30 = 0 for it.
-            o = tl.load(part + slot[:, None] * D + d[None, :], mask=keep[:, None] & (d[None, :] < D), other=0.0)
-            top = tl.maximum(m, tl.max(e, 0))
-            w = tl.exp2(e - top)
-            fade = tl.exp2(m - top)
-            den = den * fade + tl.sum(w, 0)
-            acc = acc * fade + tl.sum(o * w[:, None], 0)
-            m = top
-        at = row.to(tl.int64) * (H * G * D) + head * D + d
-        tl.store(out + at, (acc / den).to(out.dtype.element_ty), mask=d < D)
+        for head in range(tl.program_id(1) * BH, tl.minimum(tl.program_id(1) * BH + BH, H * G)):
+            slot0 = (t0.to(tl.int64) * H + head // G) * (QB * G) + local % QB * G + head % G
+            m = FAR
+            den = 0.0
+            acc = tl.zeros((DP,), tl.float32)
+            for p0 in range(0, pieces, BS):
+                keep = p0 + p < pieces
+                slot = slot0 + (p0 + p).to(tl.int64) * (H * QB * G)
+                e = tl.load(lse + slot, mask=keep, other=FAR)
+                # A piece past a token's own position has weight 2^-1e29 = 0 for it.
+                o = tl.load(part + slot[:, None] * D + d[None, :], mask=keep[:, None] & (d[None, :] < D), other=0.0)
+                top = tl.maximum(m, tl.max(e, 0))
+                w = tl.exp2(e - top)
+                fade = tl.exp2(m - top)
+                den = den * fade + tl.sum(w, 0)
+                acc = acc * fade + tl.sum(o * w[:, None], 0)
+                m = top
+            at = row.to(tl.int64) * (H * G * D) + head * D + d
+            tl.store(out + at, (acc / den).to(out.dtype.element_ty), mask=d < D)

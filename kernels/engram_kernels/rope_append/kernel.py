@@ -18,30 +18,60 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engram_kernels.launch import dependent_launch, next_power_of_2
 
+BLOCK_HEADS, WARPS = 8, 2
+"""Query heads of a program, and its warps."""
+
 
 @triton.jit
-def rotated_heads(
-    src, stride, weight, cos, sin, head, heads, eps,
-    D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Normed and rotated rows [heads, DP] in fp32 of one token; src points at the token's first head."""
+def head_factors(weight, cos, sin, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """What multiplies every head of one token, [DP] fp32 each: the norm's weight, the weight of an element's rotated
+    partner, cosine, sine with its sign. None of it is made by another kernel of the step."""
     d = tl.arange(0, DP)
-    keep = (head[:, None] < heads) & (d[None, :] < D)
-    at = head[:, None] * stride
-    value = tl.load(src + at + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    w = tl.full((DP,), 1.0, tl.float32)
+    w_partner = tl.full((DP,), 1.0, tl.float32)
+    c = tl.full((DP,), 1.0, tl.float32)
+    s = tl.zeros((DP,), tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-        value = value * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     if HALF > 0:
         rotated = d < 2 * HALF
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
-        other = tl.load(src + at + partner[None, :], mask=keep & rotated[None, :], other=0.0).to(tl.float32)
         if NORM:
-            other = other * scale * tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32)[None, :]
+            partner = tl.where(d < HALF, d + HALF, d - HALF)
+            w_partner = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32)
         angle = d % HALF
         c = tl.load(cos + angle, mask=rotated, other=1.0)
         s = tl.load(sin + angle, mask=rotated, other=0.0)
-        value = value * c[None, :] + other * tl.where(d < HALF, -s, s)[None, :]
+        s = tl.where(d < HALF, -s, s)
+    return w, w_partner, c, s
+
+
+@triton.jit
+def load_heads(src, stride, head, heads, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr):
+    """Rows [heads, DP] in fp32 of one token, and the partner that each element is rotated with (itself where there is
+    none); src points at the token's first head."""
+    d = tl.arange(0, DP)
+    keep = (head[:, None] < heads) & (d[None, :] < D)
+    at = src + head[:, None] * stride
+    value = tl.load(at + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    other = value
+    if HALF > 0:
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        other = tl.load(at + partner[None, :], mask=keep & (d < 2 * HALF)[None, :], other=0.0).to(tl.float32)
+    return value, other
+
+
+@triton.jit
+def turned(rows, factors, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """What `load_heads` read, normed and rotated by what `head_factors` gives."""
+    value, other = rows
+    w, w_partner, c, s = factors
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+        value = value * scale * w[None, :]
+    if HALF > 0:
+        if NORM:
+            other = other * scale * w_partner[None, :]
+        value = value * c[None, :] + other * s[None, :]
     return value
 
 
@@ -70,13 +100,15 @@ def _rope_append(
     if part < parts_q:
         # Names of their own: a variable that has one shape here and another below does not compile.
         head_q = part * BH + tl.arange(0, BH)
-        query = rotated_heads(q + t * q_stride, q_head, q_weight, cos, cos + HALF, head_q, H, eps, D, DP, HALF, NORM)
+        factors_q = head_factors(q_weight, cos, cos + HALF, D, DP, HALF, NORM)
+        query = turned(load_heads(q + t * q_stride, q_head, head_q, H, D, DP, HALF), factors_q, eps, D, HALF, NORM)
         keep_q = (head_q[:, None] < H) & (d[None, :] < D)
         tl.store(q_out + (t * H + head_q[:, None]) * D + d[None, :], query.to(q_out.dtype.element_ty), mask=keep_q)
     else:
         head = (part - parts_q) * BK + tl.arange(0, BK)
         keep = (head[:, None] < K) & (d[None, :] < D)
-        value = rotated_heads(k + t * k_stride, k_head, k_weight, cos, cos + HALF, head, K, eps, D, DP, HALF, NORM)
+        factors = head_factors(k_weight, cos, cos + HALF, D, DP, HALF, NORM)
+        value = turned(load_heads(k + t * k_stride, k_head, head, K, D, DP, HALF), factors, eps, D, HALF, NORM)
         if APPEND:
             slot = tl.load(slots + t)
             keep = keep & (slot >= 0)  # a padding token of a captured graph has no slot
@@ -136,8 +168,8 @@ def _launch(
         raise ValueError("q_weight and k_weight must be given together")
     k = k if k.stride(-1) == 1 else k.contiguous()
     q, v = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, v))
-    block_q = min(8, next_power_of_2(max(heads, 1)))
-    block_k = min(8, next_power_of_2(kv_heads))
+    block_q = min(BLOCK_HEADS, next_power_of_2(max(heads, 1)))
+    block_k = min(BLOCK_HEADS, next_power_of_2(kv_heads))
     parts = -(-heads // block_q) + -(-kv_heads // block_k)
     some = k  # stands in for a tensor the variant does not touch
     pdl = dependent_launch(k)
@@ -150,5 +182,5 @@ def _launch(
         *(v.stride()[:2] if v is not None else (0, 0)), eps,
         heads, kv_heads, dim, max(16, next_power_of_2(dim)), block_q, block_k,
         0 if cos_sin is None else cos_sin.shape[1] // 2, q is not None, q_weight is not None, kv is not None, pdl,
-        num_warps=4 if dim >= 64 else 1, **({"launch_pdl": True} if pdl else {}),
+        num_warps=WARPS if dim >= 64 else 1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -40,14 +40,17 @@ def _update(
     s = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, NP)
     a = tl.load(A + h).to(tl.float32)
-    if USE_PDL:
-        gdc_wait()
+    bias = tl.load(dt_bias + h).to(tl.float32)
+    d = tl.load(skip + h).to(tl.float32)
     keep = (p[:, None] < P) & (n[None, :] < N)
     inner = (h * P + p)[:, None] * N + n[None, :]
+    # The state is that of an earlier step: its read, which is most of the work, need not wait for this one's kernels.
     old_at = state + tl.load(slots + s) * state_stride + inner
     new_at = state + tl.load(targets + s) * state_stride + inner
     old = tl.load(old_at, mask=keep & (tl.load(has_state + s) != 0), other=0.0).to(tl.float32)
-    step = tl.load(dt + s * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
+    step = tl.load(dt + s * dt_stride + h).to(tl.float32) + bias
     step = softplus_clamped(step, low, high)
     value = tl.load(x + s * x_stride + h * P + p, mask=p < P, other=0.0).to(tl.float32)
     group = h // PER_GROUP * N + n
@@ -55,7 +58,7 @@ def _update(
     c = tl.load(C + s * c_stride + group, mask=n < N, other=0.0).to(tl.float32)
     new = old * tl.exp(step * a) + (value * step)[:, None] * b[None, :]
     tl.store(new_at, new.to(state.dtype.element_ty), mask=keep)
-    out = tl.sum(new * c[None, :], axis=1) + tl.load(skip + h).to(tl.float32) * value
+    out = tl.sum(new * c[None, :], axis=1) + d * value
     tl.store(y + (s * H + h) * P + p, out.to(y.dtype.element_ty), mask=p < P)
 
 
