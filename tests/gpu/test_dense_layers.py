@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.embedding.kernel import embedding
-from engram_kernels.gated_linear.kernel import gated_linear
+from engram_kernels.gated_linear.kernel import Tile, gated_linear, run_wide, wide_plan
 from engram_kernels.launch import multiprocessors
 from engram_kernels.linear.kernel import MAX_ROWS, Gemv, Stream, linear, plan, run, run_gated
 from engram_kernels.logits.kernel import logits
@@ -127,7 +127,7 @@ def test_weight_stream(rows: int, bk: int, split: int, stages: int, gated: bool,
         assert relative_error(y, expected) < 3e-3
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 40, 64, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 40, 64, 100, 200])
 @pytest.mark.parametrize(("n", "k"), [(3072, 1024), (12288, 4096), (1024, 1536), (100, 96)])
 def test_gated_linear(rows: int, n: int, k: int) -> None:
     x, weight = _random(rows, k), _random(2 * n, k, scale=0.05)
@@ -145,6 +145,35 @@ def test_every_shipped_gated_tuning(key: str) -> None:
         x, weight = _random(count, k), _random(2 * n, k, scale=0.05)
         gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
         assert relative_error(gated_linear(x, weight), torch.nn.functional.silu(gate) * up) < 4e-3
+
+
+WIDE_TUNED = sorted(load_table("nvidia_h200").get("gated_linear.wide", {}))
+
+
+@pytest.mark.parametrize("key", WIDE_TUNED)
+def test_every_shipped_wide_tile(key: str) -> None:
+    rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
+    choice = wide_plan(rows, n, k)
+    assert choice is not None
+    for count in {rows, rows // 2 + 1, rows - 1}:
+        x, weight = _random(count, k), _random(2 * n, k, scale=0.05)
+        y = torch.full((count, n), float("nan"), device="cuda", dtype=BF16)
+        run_wide(choice, x, weight, y)
+        assert not torch.isnan(y).any()
+        some = torch.arange(0, count, -(-count // 300), device="cuda")
+        gate, up = (x[some].float() @ weight.float().t()).chunk(2, dim=-1)
+        assert relative_error(y[some], torch.nn.functional.silu(gate) * up) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [65, 128, 257, 1000])
+@pytest.mark.parametrize("tile", [Tile(128, 128, 64, 3, 8, 8), Tile(128, 64, 64, 3, 4, 4), Tile(64, 64, 128, 3, 4, 16)])
+def test_wide_tiles_of_awkward_rows(rows: int, tile: Tile) -> None:
+    n, k = 1024, 1536
+    x, weight = _random(rows, k), _random(2 * n, k, scale=0.05)
+    y = torch.full((rows, n), float("nan"), device="cuda", dtype=BF16)
+    run_wide(tile, x, weight, y)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    assert relative_error(y, torch.nn.functional.silu(gate) * up) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64, MAX_ROWS + 1])

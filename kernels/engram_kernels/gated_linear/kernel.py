@@ -1,19 +1,23 @@
-"""Gate and up projections with the activation in the product's epilogue, for the few rows of a decode step.
+"""Gate and up projections with the activation in the product's epilogue.
 
 Alone the activation is a launch of a microsecond, and gate and up are written and read once more. One or two rows
 take a GEMV whose program holds the gate rows and the up rows of the same outputs, up to 64 rows on Hopper a weight
-stream with two accumulators; everything else is the product followed by the activation. Both halves stay in fp32 until
-the result is rounded, so the result is closer to fp32 than that of the separate ops.
+stream with two accumulators, more rows the tiles of `wide.py` where the tuning table says that they win; everything
+else is the product followed by the activation. Both halves stay in fp32 until the result is rounded, so the result is
+closer to fp32 than that of the separate ops.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engram_kernels.launch import capability
+from engram_kernels.gated_linear.wide import gated_gemm
+from engram_kernels.launch import capability, dependent_launch, multiprocessors
 from engram_kernels.linear.kernel import MAX_ROWS, Gemv, Skinny, Stream, gemv_rule, linear, parse, run_gated
 from engram_kernels.linear.stream import supports
 from engram_kernels.silu_and_mul.kernel import silu_and_mul
@@ -40,12 +44,61 @@ def plan(rows: int, outputs: int, k: int, hopper: bool) -> Gemv | Stream | None:
     return None
 
 
+WIDEST = 8192
+"""More rows than this are tiled as this many are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BM rows and BN outputs a program (BN must divide the outputs) in steps of BK (which must divide K); programs take
+    `group` tiles of rows before the next column."""
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    warps: int
+    group: int
+
+
+@functools.cache
+def wide_plan(rows: int, outputs: int, k: int) -> Tile | None:
+    """The tile for more rows than `plan` serves; None: the product, then the activation."""
+    bucket = min(1 << (rows - 1).bit_length(), WIDEST)
+    entry = tuned_or_none("gated_linear.wide", f"rows={bucket},n={outputs},k={k}")
+    if entry is None:
+        return None
+    return Tile(*(int(entry[field]) for field in ("bm", "bn", "bk", "stages", "warps", "group")))
+
+
+def run_wide(choice: Tile, x: Tensor, weight: Tensor, y: Tensor) -> None:
+    """Write silu(gate) * up of x [rows, K] @ weight [2F, K]^T (gate rows first) into y [rows, F]; all dense rows."""
+    rows, k = x.shape
+    outputs = y.shape[1]
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk])
+    w_tiles = TensorDescriptor.from_tensor(weight, [choice.bn, choice.bk])
+    y_tiles = TensorDescriptor.from_tensor(y, [choice.bm, choice.bn])
+    programs = min(multiprocessors(x), -(-rows // choice.bm) * (outputs // choice.bn))
+    pdl = dependent_launch(x)
+    gated_gemm[(programs,)](
+        x_tiles, w_tiles, y_tiles, rows, outputs, k, choice.bm, choice.bn, choice.bk, choice.stages, choice.group,
+        programs, pdl, num_warps=choice.warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As the reference: x [..., K], weight [2F, K] contiguous."""
     rows = x.numel() // x.shape[-1]
     outputs, k = weight.shape[0] // 2, weight.shape[1]
-    small = 0 < rows <= MAX_ROWS and x.dtype != torch.float32 and weight.is_contiguous()
-    choice = plan(rows, outputs, k, capability(x)[0] == 9) if small else None
+    tuned = rows > 0 and x.dtype != torch.float32 and weight.is_contiguous()
+    choice = plan(rows, outputs, k, capability(x)[0] == 9) if tuned and rows <= MAX_ROWS else None
+    wide = wide_plan(rows, outputs, k) if tuned and rows > MAX_ROWS and bias is None else None
+    if wide is not None:
+        flat = x.reshape(rows, -1)
+        if supports(flat, weight):
+            y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+            run_wide(wide, flat, weight, y)
+            return y.view(*x.shape[:-1], outputs)
     if choice is not None:
         flat = x.reshape(rows, -1)
         if flat.stride(-1) != 1:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.embedding.kernel import embedding
+from engram_kernels.gated_linear.kernel import Tile, run_wide
 from engram_kernels.gated_linear.reference import gated_linear as gated_reference
 from engram_kernels.kv_append import reference as append_reference
 from engram_kernels.kv_append.kernel import kv_append
@@ -122,3 +123,12 @@ def test_skinny(split: int, swap: bool, bias: bool) -> None:
         run(Skinny(16, 32, 32, split, swap, 1, 4), x, weight, b, y)
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
         assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "outputs", "k"), [(70, 64, 128), (5, 32, 64), (130, 96, 64)])
+@pytest.mark.parametrize("tile", [Tile(32, 32, 32, 2, 4, 2), Tile(16, 16, 64, 1, 4, 8)])
+def test_wide_gated_tiles(rows: int, outputs: int, k: int, tile: Tile) -> None:
+    x, weight = torch.randn(rows, k).half(), (torch.randn(2 * outputs, k) * 0.1).half()
+    y = torch.full((rows, outputs), float("nan"), dtype=torch.float16)
+    run_wide(tile, x, weight, y)
+    assert relative_error(y, gated_reference(x.float(), weight.float())) < 1e-3
