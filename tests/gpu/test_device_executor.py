@@ -288,7 +288,7 @@ def test_two_thousand_steps_keep_their_memory(cases: dict[str, Case]) -> None:
     assert marks[3][1] <= marks[1][1] + (32 << 20)
 
 
-def test_caches_take_the_share_that_was_asked_for_and_no_more(cases: dict[str, Case]) -> None:
+def test_caches_take_the_share_that_was_asked_for_and_no_more(alone: None, cases: dict[str, Case]) -> None:
     case = cases["granite"]
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
