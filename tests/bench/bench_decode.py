@@ -14,10 +14,12 @@ Results: decode.json.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -149,31 +151,44 @@ def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="Qwen3-0.6B,Qwen3-8B,Llama-3.1-8B,Granite-4.0-H-tiny")
-    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--batches", default="1,4,8,64,256")
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
     rows: list[dict[str, Any]] = []
-    refused = 0
+    failed = 0
     for name in args.models.split(","):
-        with torch.no_grad():
-            model = bench_step.build(name, positions=4096)
-        engine, executor, seconds = engine_over(model, max(batches))
-        print(f"{name}: executor built in {seconds:.1f} s, {executor.geometry.num_blocks} blocks", flush=True)
-        judge = Judge(model, bench_step.CONFIGS[name](), 4096)
-        turn = turns(engine, model)
-        print(f"{name}: first token of a turn {turn:.2f} ms", flush=True)
-        once = {"build_seconds": round(seconds, 1), "turn_ttft_ms": round(turn, 2)}
-        for batch in batches:
-            try:
-                rows.append({**measure(engine, model, judge, name, batch), **once})
-            except Refused as refusal:
-                print(f"{name}, batch {batch}: {refusal}", flush=True)
-                refused += 1
-            save("decode.json", {"results": rows})
-        engine.close()
-        del engine, executor, model, judge
+        try:
+            failed += run_model(name, batches, rows)
+        except Exception:  # the other models' figures are worth having
+            traceback.print_exc()
+            failed += 1
+        gc.collect()
         torch.cuda.empty_cache()
-    sys.exit(1 if refused else 0)
+    sys.exit(1 if failed else 0)
+
+
+def run_model(name: str, batches: list[int], rows: list[dict[str, Any]]) -> int:
+    """Add a model's rows, saved one by one; the number of figures that were refused."""
+    started = time.perf_counter()
+    with torch.no_grad():
+        model = bench_step.build(name, positions=4096)
+    engine, executor, seconds = engine_over(model, max(batches))
+    print(f"{name}: executor built in {seconds:.1f} s, {executor.geometry.num_blocks} blocks", flush=True)
+    judge = Judge(model, bench_step.CONFIGS[name](), 4096)
+    turn = turns(engine, model)
+    print(f"{name}: first token of a turn {turn:.2f} ms", flush=True)
+    once = {"build_seconds": round(seconds, 1), "turn_ttft_ms": round(turn, 2)}
+    refused = 0
+    for batch in batches:
+        try:
+            rows.append({**measure(engine, model, judge, name, batch), **once})
+        except Refused as refusal:
+            print(f"{name}, batch {batch}: {refusal}", flush=True)
+            refused += 1
+        save("decode.json", {"results": rows})
+    engine.close()
+    print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+    return refused
 
 
 if __name__ == "__main__":
