@@ -62,6 +62,6 @@ def test_the_models_own_choices_are_sound_and_others_are_not(kind: str) -> None:
 
 
 def test_a_run_that_only_compiles_asks_for_the_same_sampling() -> None:
-    for params in (bench_decode.greedy, bench_decode.sampled):
+    for params in (bench_decode.greedy, lambda tokens: bench_decode.sampled(tokens, 3)):
         assert params(bench_decode.WARM).max_tokens == bench_decode.WARM
         assert params(bench_decode.NEW).temperature == params(bench_decode.WARM).temperature
