@@ -4,6 +4,8 @@ cuBLAS writes gate and up to memory and a second kernel reads them again: at 8,1
 layer and 146 us. Here a program multiplies one tile of rows by the same columns of both halves (two accumulators that
 share the rows in shared memory) and stores silu(gate) * up. Tiles are walked in groups of rows, so that weights and
 rows of neighbouring programs meet in the L2. Source: our prototype of a persistent Triton GEMM, level with cuBLAS.
+Measured on an H200 (us, beside cuBLAS and the activation in the same run): 12,288 outputs of 4,096 at 512 / 8,192 rows
+137 / 2,434 (143 / 2,466), at 256 rows cuBLAS wins; 3,072 of 1,024 at 256 / 8,192 rows 9.0 / 165 (9.7 / 182).
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 
