@@ -129,8 +129,8 @@ def restores(
 
 
 def gpu_tier(engine: LLMEngine, executor: DeviceExecutor, talk: Conversation) -> tuple[dict[str, Any], dict[int, Any]]:
-    """The turn while everything is on the card: from the request until its first step is handed over, and the answers
-    that every other tier must give."""
+    """The turn while everything is on the card: from the moment when the engine's thread has the request until its
+    first step is handed over, and the answers that every other tier must give."""
     calls, ttft, answers, submitted = [], [], {}, list[float]()
     submit = executor.submit
 
@@ -143,7 +143,7 @@ def gpu_tier(engine: LLMEngine, executor: DeviceExecutor, talk: Conversation) ->
     for seed in (*range(101, 116), *range(ROUNDS + 1)):
         submitted.clear()
         run = talk.turn(engine, seed)
-        calls.append((submitted[0] - run.sent) * 1e3)
+        calls.append((submitted[0] - run.added) * 1e3)
         ttft.append(run.ttft_ms)
         answers[seed] = run.tokens
     executor.submit = submit  # type: ignore[method-assign]

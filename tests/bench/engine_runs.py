@@ -1,6 +1,7 @@
 """What the benchmarks through the engine share: an engine over a model, requests driven to their end, a reference.
 
-No HTTP and no tokenizer. Times are taken where a caller takes them: from `add_request` until the output is returned.
+No HTTP and no tokenizer. Times are taken where a caller takes them: from a list of token ids, which become an array as
+`AsyncLLMEngine` makes them one, until the output is returned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engram_kernels import Ops
 from engram_runtime.engine import process
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.intake import packed
 from engram_runtime.engine.loading import snapshot_service
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -39,6 +41,8 @@ class Run:
     """One request as its caller saw it; seconds of `time.perf_counter`."""
 
     sent: float
+    added: float = 0.0
+    """When the engine's thread got it."""
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     last: RequestOutput | None = None
@@ -103,9 +107,11 @@ def drive(
     """All requests at once, until the last has ended. `each_step` is told when each step returned."""
     runs: dict[str, Run] = {}
     for name, ask in asks.items():
-        runs[name] = Run(time.perf_counter())
+        run = runs[name] = Run(time.perf_counter())
         params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
-        engine.add_request(name, ask.prompt, params, turn=ask.turn)
+        prompt = packed(ask.prompt)
+        run.added = time.perf_counter()
+        engine.add_request(name, prompt, params, turn=ask.turn)
     while engine.has_unfinished_requests:
         outputs = engine.step()
         now = time.perf_counter()

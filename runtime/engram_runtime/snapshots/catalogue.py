@@ -38,6 +38,7 @@ class Record:
     level: bool = False  # known to be on every durable tier
     messages: bytes | None = None  # kept only while there is no durable copy
     label: Label | None = None
+    segments: tuple[bytes, ...] = ()  # of its token chain: hashed once, though every turn begins with the same tokens
 
     @property
     def snapshot_id(self) -> str:
@@ -94,6 +95,7 @@ class Catalogue:
             if record.manifest.start_position is not None:
                 names.append(chain.key(record.manifest.start_position))
             self._keys[key] = names
+            record.segments = chain.segments
             for name in names:
                 bucket = self._buckets.setdefault((record.space, name), OrderedDict())
                 bucket[record.snapshot_id] = None
@@ -149,6 +151,10 @@ class Catalogue:
         with self._lock:
             ids = self._conversations.get((space, conversation_id), set())
             return [self._records[space, snapshot_id] for snapshot_id in ids]
+
+    def newest(self, space: Space, conversation_id: str) -> Record | None:
+        """The longest that is known of a conversation."""
+        return max(self.conversation(space, conversation_id), key=lambda r: r.manifest.forwarded, default=None)
 
     def records(self, space: Space | None = None) -> list[Record]:
         with self._lock:

@@ -102,7 +102,7 @@ class Restorer:
         if query.conversation_id is not None:
             ids.check_conversation_id(query.conversation_id)
             ids.check_branch_name(query.branch_name)
-        chain = self._shared.chain(query.tenant, query.token_ids)
+        chain = self._shared.chain(query.tenant, query.token_ids, query.conversation_id)
         limit = len(chain) - 1 if query.max_position is None else min(query.max_position, len(chain) - 1)
         seconds = query.deadline_seconds or self._shared.config.restore_deadline_seconds
         return _Search(

@@ -23,7 +23,7 @@ from engram_runtime.snapshots.gather import gather, keep_on_host, redraft
 from engram_runtime.snapshots.io.store import StoreUnavailable, public
 from engram_runtime.snapshots.policy import ids
 from engram_runtime.snapshots.policy.boundaries import check_boundary, rank
-from engram_runtime.snapshots.policy.identity import TokenChain, pack_tokens
+from engram_runtime.snapshots.policy.identity import TokenChain
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import MAX_TOKENS, Manifest
 from engram_runtime.snapshots.quota import DiskQuota
@@ -207,9 +207,7 @@ class Saver:
         shared = self._shared
         started = time.perf_counter()
         space = shared.space(capture.tenant)
-        chain = TokenChain(
-            shared.keyring.root(shared.abi, capture.tenant), pack_tokens(capture.token_ids[: capture.position])
-        )
+        chain = shared.chain(capture.tenant, capture.token_ids[: capture.position], capture.conversation_id)
         existing = self._same(capture, chain)
         if existing is not None:
             release()

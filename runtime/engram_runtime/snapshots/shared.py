@@ -41,8 +41,14 @@ class Shared:
     def space(self, tenant: str) -> Space:
         return Space.of(self.keyring.namespace(tenant), self.abi)
 
-    def chain(self, tenant: str, token_ids: Sequence[int]) -> TokenChain:
-        return TokenChain(self.keyring.root(self.abi, tenant), token_ids)
+    def chain(self, tenant: str, token_ids: Sequence[int], conversation_id: str | None = None) -> TokenChain:
+        """`conversation_id`: of a turn, whose tokens begin like those of the turns before."""
+        chain = TokenChain(self.keyring.root(self.abi, tenant), token_ids)
+        if conversation_id is not None:
+            before = self.catalogue.newest(self.space(tenant), conversation_id)
+            if before is not None:
+                chain.begin_like(before.tokens, before.segments)
+        return chain
 
     @property
     def authority(self) -> Tier | None:

@@ -30,6 +30,27 @@ ROOT = RING.root(ABI, "alice")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=700)
 
 
+@given(TOKENS, TOKENS, TOKENS)
+def test_a_chain_that_begins_like_another_has_the_names_that_it_would_have_alone(
+    shared: list[int], one: list[int], other: list[int]
+) -> None:
+    before = TokenChain(ROOT, [*shared, *one])
+    before.key(len(before))
+    chain = TokenChain(ROOT, [*shared, *other])
+    chain.begin_like(before.tokens, before.segments)
+    assert len(chain.segments) > len(shared) // SEGMENT_TOKENS
+    alone = TokenChain(ROOT, [*shared, *other])
+    assert [chain.key(n) for n in range(0, len(alone) + 1, 50)] == [alone.key(n) for n in range(0, len(alone) + 1, 50)]
+
+
+def test_a_chain_takes_nothing_from_another_tenants() -> None:
+    theirs = TokenChain(RING.root(ABI, "bob"), range(600))
+    theirs.key(600)
+    chain = TokenChain(ROOT, range(600))
+    chain.begin_like(theirs.tokens, theirs.segments)
+    assert len(chain.segments) == 1
+
+
 @given(TOKENS, st.data())
 def test_chain_depends_on_the_prefix_and_nothing_else(token_ids: list[int], data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(token_ids)))

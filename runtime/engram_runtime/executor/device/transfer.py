@@ -30,6 +30,9 @@ from engram_runtime.executor.transfer import CacheTransfer
 from engram_runtime.models.caches import Caches
 
 GROUP_BYTES = 64 << 20
+TO_HOST_BYTES, TO_DEVICE_BYTES = 4 << 20, 16 << 20
+"""Copied at a time: a step's own copies, a few bytes, wait for the copy engine meanwhile. A state of 57 MB in one piece
+kept every decode waiting for a millisecond."""
 STAGING_BYTES = 4 * GROUP_BYTES
 """Of the card, once snapshots are both saved and restored."""
 
@@ -267,12 +270,15 @@ class DeviceTransfer(CacheTransfer):
         flat = device.view(-1).view(torch.uint8)
         done = 0
         for part in self._arena.parts(host) if self._arena is not None else [host.view(-1).view(torch.uint8)]:
-            other = flat[done : done + part.numel()]
-            done += part.numel()
-            if to_host:
-                part.copy_(other, non_blocking=True)
-            else:
-                other.copy_(part, non_blocking=True)
+            step = TO_HOST_BYTES if to_host else TO_DEVICE_BYTES
+            for begin in range(0, part.numel(), step):
+                some = part[begin : begin + step]
+                other = flat[done : done + some.numel()]
+                done += some.numel()
+                if to_host:
+                    some.copy_(other, non_blocking=True)
+                else:
+                    other.copy_(some, non_blocking=True)
 
     def _add(self, rows: Tensor, digest: Tensor, first_row: int) -> None:
         """Digest of rows [n, ...]; nothing where their bytes are no whole words."""

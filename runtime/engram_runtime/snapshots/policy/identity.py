@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engram_runtime.cache.runs import common, tokens_view
+
 FORMAT_VERSION = 1
 SEGMENT_TOKENS = 256  # the grid on which the chain is kept; part of state_abi, not a flag
 
@@ -61,16 +63,8 @@ def tokens_from_bytes(data: bytes) -> array[int]:
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:
-    """Length of the longest common prefix, by bisection over byte compares (token loops are slow at 100k tokens)."""
-    low, high = 0, min(len(left), len(right))
-    view_left, view_right = memoryview(left), memoryview(right)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if view_left[low:middle] == view_right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Length of the longest common prefix (token loops are slow at 100k tokens)."""
+    return common(tokens_view(left), tokens_view(right))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +125,17 @@ class TokenChain:
         self.tokens = pack_tokens(token_ids)
         self._segments = [root]
 
+    @property
+    def segments(self) -> tuple[bytes, ...]:
+        """What is hashed so far."""
+        return tuple(self._segments)
+
+    def begin_like(self, tokens: array[int], segments: Sequence[bytes]) -> None:
+        """Take over from another chain of the same root, of `tokens`, what the two have in common."""
+        whole = min(common_prefix(tokens, self.tokens) // SEGMENT_TOKENS, len(segments) - 1)
+        if whole >= len(self._segments) and segments[0] == self._segments[0]:
+            self._segments = list(segments[: whole + 1])
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -139,14 +144,23 @@ class TokenChain:
         if not 0 <= position <= len(self.tokens):
             raise ValueError(f"position must be in [0, {len(self.tokens)}], got {position}")
         whole, tail = divmod(position, SEGMENT_TOKENS)
-        while len(self._segments) <= whole:
-            start = (len(self._segments) - 1) * SEGMENT_TOKENS
-            segment = token_bytes(self.tokens[start : start + SEGMENT_TOKENS])
-            self._segments.append(hashlib.sha256(self._segments[-1] + b"S" + segment).digest())
+        if len(self._segments) <= whole:
+            self._extend(whole)
         if not tail:
             return self._segments[whole].hex()
         start = whole * SEGMENT_TOKENS
         return hashlib.sha256(self._segments[whole] + b"T" + token_bytes(self.tokens[start:position])).hexdigest()
+
+    def _extend(self, whole: int) -> None:
+        """Hash the segments up to the `whole`th."""
+        first = len(self._segments) - 1
+        data = memoryview(token_bytes(self.tokens[first * SEGMENT_TOKENS : whole * SEGMENT_TOKENS]))
+        last, sha256 = self._segments[-1], hashlib.sha256
+        for start in range(0, len(data), 4 * SEGMENT_TOKENS):
+            link = sha256(last + b"S")
+            link.update(data[start : start + 4 * SEGMENT_TOKENS])
+            last = link.digest()
+            self._segments.append(last)
 
     def anchor(self, position: int) -> str:
         """Name (64 hex digits) of the anchor object at `position`."""
