@@ -11,6 +11,8 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 # One process per core, at most eight: what more would share are the servers that each of them starts.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
 PARALLEL := -n $(WORKERS) --dist loadfile
+# Integration tests wait for deadlines and for servers of theirs while a core is free: twice as many, again at most eight.
+WAITING_WORKERS ?= $(shell n=$$((2 * $(WORKERS))); echo $$((n > 8 ? 8 : n)))
 
 .PHONY: help install image demo test lint format test-unit test-integration test-e2e test-gpu bench-gpu \
 	bench-provider bench-conversation cluster-up cluster-down openapi clean
@@ -43,7 +45,7 @@ test-unit: install ## fast tests, in process
 	$(PYTEST) $(PARALLEL) tests/unit
 
 test-integration: install ## real servers on loopback, real weights (fetched once)
-	$(PYTEST) $(PARALLEL) --no-loadscope-reorder tests/integration
+	$(PYTEST) -n $(WAITING_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
 
 # What takes minutes (Go programs, base image, Python environment) is made first, outside of any test's time limit.
 test-e2e: install ## the operator on a real cluster, built from source (root on Debian, Go; KUBECONFIG=... uses another)

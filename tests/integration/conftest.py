@@ -17,11 +17,22 @@ from tests.support.s3_process import S3Server
 
 ROOT = Path(__file__).parent
 FIRST = (
-    "s3/test_faults.py",
+    "proofs_s3/test_trouble.py",
     "provider/test_floor.py",
+    "proofs_s3/test_proofs.py",
+    "s3/test_faults.py",
+    "operator/test_trouble.py",
+    "server/test_engine.py",
+    "s3/test_service.py",
+    "s3/test_liars.py",
+    "proofs/test_against_transformers.py",
+    "s3/test_access.py",
     "server/test_leaks.py",
+    "proofs/test_tamper.py",
+    "local/test_real_engine.py",
+    "snapshots/test_trouble.py",
     "snapshots/test_crash.py",
-    "s3/test_conformance.py",
+    "s3/test_kept_is_whole.py",
 )
 """The longest files begin first: the last one to begin is waited for."""
 
