@@ -124,9 +124,12 @@ class App:
             self.cache.remove(kind, metadata.get("namespace") or "", metadata["name"], uid=metadata.get("uid"))
         else:
             self.cache.put(kind, obj)
-            if type_ is None and self._synced.is_set() and self._audit is not None:
-                self._audit.soon(kind)
         self._look(kind, obj)
+
+    def _listed(self, kind: Kind) -> None:
+        """A watch has begun anew: what was deleted before that, it does not tell."""
+        if self._synced.is_set() and self._audit is not None:
+            self._audit.soon(kind)
 
     def _look(self, kind: Kind, obj: Mapping[str, Any]) -> None:
         for place in concerned(kind, obj):
@@ -210,7 +213,7 @@ class App:
             self.kube, self.cache, self.watches, namespaces or (None,), self._gone, self._dead, self.audit_s
         )
         lease = Watch(kinds.LEASES, fields=f"metadata.name={self.settings.lease_name}")
-        watches = Watches(self.watches, lease, namespaces, self.connect, self.event, self.canary.heard)
+        watches = Watches(self.watches, lease, namespaces, self.connect, self.event, self._listed, self.canary.heard)
         holding = asyncio.create_task(election.hold(), name="lease")
         working = asyncio.create_task(self._work(self._audit, work_stop), name="work")
         auditing = asyncio.create_task(self._audit.run(), name="audit")

@@ -85,7 +85,7 @@ class Audit:
         return False
 
     async def run(self) -> None:
-        """For ever. Failures of the API server are the next round's affair."""
+        """For ever. What the API server fails to list is compared a moment later."""
         loop = asyncio.get_running_loop()
         next_round = loop.time() + self.period_s
         while True:
@@ -105,6 +105,7 @@ class Audit:
                         await self.compare(watch, judge=whole)
                     except KubeError as error:
                         log.warning("audit failed", extra={"kind": watch.kind.kind, "error": str(error)})
+                        self.soon(watch.kind)
 
     async def compare(self, watch: Watch, *, judge: bool) -> None:
         """One kind. `judge`: this is a regular round, so what was behind in the one before must have arrived."""

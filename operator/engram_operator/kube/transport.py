@@ -72,8 +72,9 @@ class ApiTransport:
             response = await self._send(api, method, path, query, body, content_type, accept)
         return response
 
-    async def watch_session(self) -> tuple[str, aiohttp.ClientSession]:
-        """The server's address, and a session for long requests that is never answered 401.
+    async def watch_session(self, listed: Callable[[str], None]) -> tuple[str, aiohttp.ClientSession]:
+        """The server's address, and a session for long requests that is never answered 401. `listed` is told the path
+        of each list that has been answered, since only then a watch begins anew.
 
         Its requests carry the credentials of the moment; refused ones are read anew and asked again, for as long as it
         takes. kopf itself would close its session under all other watches on the first 401.
@@ -91,6 +92,8 @@ class ApiTransport:
                 for name, value in headers.items():
                     request.headers[name] = value
                 response = await handler(request)
+                if response.status == 200 and request.method == "GET" and "watch" not in request.url.query:
+                    listed(request.url.path)
                 if response.status != 401:
                     return response
                 response.release()

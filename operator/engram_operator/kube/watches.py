@@ -22,7 +22,8 @@ from engram_operator.kube.kinds import Kind
 log = logging.getLogger(__name__)
 
 Event = Callable[[Kind, str | None, Mapping[str, Any]], None]  # kind, type (None: listed), object
-Connect = Callable[[], Awaitable[tuple[str, aiohttp.ClientSession]]]  # the server's address, and how to ask it
+# The server's address and how to ask it, given who is told the path of each list that was answered.
+Connect = Callable[[Callable[[str], None]], Awaitable[tuple[str, aiohttp.ClientSession]]]
 
 SERVER_TIMEOUT_S = 300  # the API server ends a watch after this; the next one goes on where it was
 
@@ -56,7 +57,8 @@ class _NothingKept(kopf.DiffBaseStorage):
 
 @dataclass(slots=True)
 class Watches:
-    """`event(kind, type, object)` is called for every object that is listed, changed or deleted.
+    """`event(kind, type, object)` is called for every object that is listed, changed or deleted; `listed(kind)` when a
+    watch has begun anew with a list, which tells of no object when it is empty.
 
     `canary` is what to watch of the own Lease: `alive()` is told of it.
     """
@@ -66,6 +68,7 @@ class Watches:
     namespaces: Sequence[str]
     connect: Connect
     event: Event
+    listed: Callable[[Kind], None]
     alive: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
@@ -130,5 +133,11 @@ class Watches:
         return changed
 
     async def _login(self, **_: Any) -> kopf.AiohttpSession:
-        server, session = await self.connect()
+        kinds = {watch.kind.path(where): watch.kind for watch in self.watches for where in self.namespaces or (None,)}
+
+        def listed(path: str) -> None:
+            if (kind := kinds.get(path)) is not None:
+                self.listed(kind)
+
+        server, session = await self.connect(listed)
         return kopf.AiohttpSession(server=server, aiohttp_session=session)

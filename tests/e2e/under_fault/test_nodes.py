@@ -24,7 +24,7 @@ REPLACED_SECONDS = 90  # at the default grace period of the node monitor
 DEFAULT_GRACE, SHORT_GRACE = 50, 8
 OPERATOR_LABELS = "app.kubernetes.io/component=operator"
 TRIES = 16
-WRITTEN_SECONDS = 1
+WRITTEN_SECONDS, WRITTEN_IN_SECONDS = 1, 30
 ANSWER_SECONDS = 15  # 2 s of them until a connection that nobody takes is given up
 
 
@@ -158,10 +158,12 @@ def two_of_a_name(cluster: Cluster, store: ObjectStore, served: Served, old: Obj
         replies = {side: future.result() for side, future in begun.items()}
     for reply in replies.values():
         assert_continued(reply, common)
-    written(cluster, store, served)
-    branches = {entry["branch_name"] for entry in kept(served, new, "shared") if entry["turn_number"] == 2}
-    assert len(branches) == 2
-    assert "main" in branches
+
+    def branches() -> list[str]:
+        return sorted({entry["branch_name"] for entry in kept(served, new, "shared") if entry["turn_number"] == 2})
+
+    cluster.until("both turns are kept", lambda: len(branches()) == 2, WRITTEN_IN_SECONDS)
+    assert branches()[0] == "main"
     for side, pod in (("new", old), ("old", new)):  # crosswise, so from the store
         reply = turn(served, pod, after(said[side], replies[side], "Are you sure?"), "shared")
         assert_continued(reply, replies[side])
@@ -185,7 +187,7 @@ def written(cluster: Cluster, store: ObjectStore, served: Served) -> None:
         last, before = before, store.keys(served.bucket)
         return last == before
 
-    cluster.until("turns are written", still, 30)
+    cluster.until("turns are written", still, WRITTEN_IN_SECONDS)
 
 
 def test_a_machine_that_is_dead_and_silent(cluster: Cluster, served: Served, request: pytest.FixtureRequest) -> None:

@@ -40,6 +40,24 @@ async def test_history_is_gone_and_objects_vanished_meanwhile() -> None:
             assert app.canary.trouble == ""
 
 
+async def test_the_last_object_of_a_kind_vanished_while_nobody_watched() -> None:
+    """The list that the new watch begins with is empty, so it tells of nothing."""
+    with MiniApi() as api:
+        api.user.put(model())
+        app, _ = make(api)
+        async with running(app) as task:
+            await until(lambda: len(app.cache.list(SERVICES)) == 1, task=task)
+            old = api.user.find(SERVICES, "default", "tiny")["metadata"]["uid"]
+            blocked = api.fail(503, "watch", times=None)
+            listing = api.fail(503, "list", times=None)
+            api.drop_watches()
+            api.user.remove(SERVICES, "default", "tiny")
+            api.forget_history()
+            blocked.times = listing.times = 0
+            await until(lambda: api.user.all(SERVICES), 20, task)
+            assert api.user.find(SERVICES, "default", "tiny")["metadata"]["uid"] != old
+
+
 async def test_a_watch_that_cannot_go_on_ends_the_process_and_the_next_one_is_right() -> None:
     with MiniApi() as api:
         first, _ = make(api)
