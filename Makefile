@@ -63,9 +63,10 @@ test-gpu: ## kernels on a CUDA device
 	PYTHONPATH=kernels:runtime $${PYTHON:-python3} -m pytest tests/gpu -q -p no:cacheprovider -o addopts= -o filterwarnings= \
 		$$($${PYTHON:-python3} -c "import xdist" 2>/dev/null && echo "-n 12")  # compiling is most of it: about 1 minute, 7 without xdist
 
-bench-gpu: ## PART=decode, prefill, chat, restore or cold: through the engine, on a CUDA device; JSON to $OUT when it is set
-	@case "$(PART)" in decode|prefill|chat|restore|cold) ;; *) echo "PART must be decode, prefill, chat, restore or cold"; exit 2 ;; esac
-	PYTHONPATH=kernels:runtime:. $${PYTHON:-python3} tests/bench/bench_$(PART).py
+bench-gpu: ## PART=decode, prefill, chat, restore, cold or agreement (MODEL=folder): through the engine, on a CUDA device; JSON to $OUT when it is set
+	@case "$(PART)" in decode|prefill|chat|restore|cold|agreement) ;; \
+		*) echo "PART must be decode, prefill, chat, restore, cold or agreement"; exit 2 ;; esac
+	PYTHONPATH=kernels:runtime:. $${PYTHON:-python3} tests/bench/bench_$(PART).py $(if $(filter agreement,$(PART)),"$(MODEL)")
 
 openapi: install ## regenerate docs/openapi.json
 	$(BIN)/python scripts/openapi.py
