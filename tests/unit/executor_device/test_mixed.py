@@ -24,9 +24,11 @@ def chunk(row: int, start: int, count: int, blocks: tuple[int, ...], *, sample: 
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
-        ([(0, 1)], MixedShape(0, 1, 32)),
-        ([(500, 40)], MixedShape(0, 1, 64)),
-        ([(9, 1), (500, 40)], MixedShape(8, 1, 64)),
+        ([(0, 1)], MixedShape(0, 1, 8)),
+        ([(500, 40)], MixedShape(0, 1, 48)),
+        ([(9, 1), (500, 50)], MixedShape(8, 1, 64)),
+        ([(500, 3)] * 16, MixedShape(0, 16, 8)),
+        ([(500, 41)] * 16, MixedShape(0, 16, 48)),
         ([(9, 1)] * 9 + [(0, 20)] * 3, MixedShape(20, 4, 32)),
         ([(9, 1)] * 3, MixedShape(8, 0, 0)),
         ([(0, 129)], None),

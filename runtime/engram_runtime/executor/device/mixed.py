@@ -22,7 +22,9 @@ from engram_runtime.executor.plan import SequencePlan
 
 DECODES = (8, 64)
 CHUNKS = (1, 4, 16)
-CHUNK_TOKENS = (32, 64, 128)
+CHUNK_TOKENS = (8, 32, 48, 64, 128)
+"""8: what follows a turn's history, the generation prompt; 48: a short message. Sixteen of them at once, filled up to
+32 and 64, would be launched kernel by kernel or compute a half more."""
 MAX_TOKENS = 2048
 MAX_WASTE, FREE_TOKENS = 4, 256
 """A shape may have this many times the step's tokens, or up to this many tokens however few they are."""
