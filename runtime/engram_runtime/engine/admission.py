@@ -39,7 +39,8 @@ class Admission:
         limit = sequence.total if sequence.background else sequence.total - 1
         match = Match()
         if sequence.use_prefix:
-            match = self.cache.match(sequence.tenant, sequence.token_ids(0, limit), limit)
+            tokens = sequence.prompt_ids if limit <= len(sequence.prompt_ids) else sequence.token_ids(0, limit)
+            match = self.cache.match(sequence.tenant, tokens, limit)
         if sequence.background and match.position == sequence.total:
             self._hold_all(sequence, match)
             return True

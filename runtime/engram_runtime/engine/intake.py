@@ -18,10 +18,13 @@ from engram_runtime.executor.plan import CacheGeometry, RowSampling
 
 
 def packed(prompt_ids: Tokens[int]) -> Tokens[int]:
-    """A prompt as array("I"); as it is where that cannot be, which is an error once it is checked.
+    """A prompt as array("I"); as it is where that cannot be, which is an error once it is checked. An array is taken
+    over as it is: whoever gives one does not change it any more.
 
     A long list takes a millisecond: who has a thread of its own does this before the engine's thread gets the request.
     """
+    if isinstance(prompt_ids, array) and prompt_ids.typecode == "I":
+        return prompt_ids
     try:
         return array("I", prompt_ids)
     except (TypeError, OverflowError, ValueError):

@@ -31,8 +31,9 @@ from engram_runtime.models.caches import Caches
 
 GROUP_BYTES = 64 << 20
 TO_HOST_BYTES, TO_DEVICE_BYTES = 4 << 20, 16 << 20
-"""Copied at a time: a step's own copies, a few bytes, wait for the copy engine meanwhile. A state of 57 MB in one piece
-kept every decode waiting for a millisecond."""
+"""Copied at a time, since others share the copy engine. Measured on an H200: a state of 57 MB beside 16 decodes cost a
+step 0.45 ms in one piece and 0.22 or less in pieces of 4 MiB (which move at 53.0 GB/s instead of 54.1); copies of a few
+bytes alone were not held up by either."""
 STAGING_BYTES = 4 * GROUP_BYTES
 """Of the card, once snapshots are both saved and restored."""
 
