@@ -6,7 +6,10 @@ machine slow each other down by an order of magnitude.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ except ImportError:
 from tests.support.groups import group_of
 
 TIERS = ("unit", "integration", "e2e", "gpu")
+MODULES = pytest.StashKey[int]()
+"""How many modules there were when the collector was last told to leave what there is alone."""
 
 if settings is not None:
     settings.register_profile(
@@ -57,6 +62,29 @@ class Grouping(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouping | None:
     return Grouping(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def _leave_alone(config: pytest.Config) -> None:
+    """Take what was imported out of the garbage collector's rounds.
+
+    Half a million objects of torch and transformers stay until the end, and a full round goes through them all: 0.4 s,
+    every few tests where engines are loaded and buckets' clients made.
+    """
+    gc.collect()
+    gc.freeze()
+    config.stash[MODULES] = len(sys.modules)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _leave_alone(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    yield
+    # Between two files, when the first one's fixtures are gone and what they left is collected.
+    if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > item.config.stash[MODULES]:
+        _leave_alone(item.config)
 
 
 def _cuda_missing() -> str | None:

@@ -8,6 +8,7 @@ computed nothing and started no thread. Importing takes ten times as long as mos
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -164,6 +165,8 @@ def _serve_forks(model: Path) -> None:
     importlib.import_module("engram_runtime.loader.tokenizer").load_tokenizer(model)
     threads = threading.active_count()
     assert threads == 1, f"{threads} threads must not be forked"
+    gc.collect()
+    gc.freeze()  # the children's collectors need not go through what was imported, nor copy its pages
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
