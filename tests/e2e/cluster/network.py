@@ -69,7 +69,7 @@ def connect(layout: Layout, nodes: Sequence[str]) -> None:
 
 def _connect_host(layout: Layout, nodes: Sequence[str]) -> None:
     """A cable from this machine, with routes to pods and, through the first node's kube-proxy, to Services."""
-    cable = layout.name[:15]
+    cable = _cable(layout)
     _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "host", "netns", layout.netns(CONTROL_PLANE))
     _ip(layout.netns(CONTROL_PLANE), f"link set host master {BRIDGE} up")
     _run("ip", "addr", "add", f"{HOST_IP}/24", "dev", cable)
@@ -77,6 +77,10 @@ def _connect_host(layout: Layout, nodes: Sequence[str]) -> None:
     _run("ip", "route", "add", SERVICE_CIDR, "via", node_ip(nodes[0]), "dev", cable)
     for node in nodes:
         _run("ip", "route", "add", pod_subnet(node), "via", node_ip(node), "dev", cable)
+
+
+def _cable(layout: Layout) -> str:
+    return layout.name[:15]  # as long as a name of an interface may be
 
 
 def _refuse_overlap() -> None:
@@ -107,7 +111,11 @@ def cut_off(layout: Layout, node: str) -> None:
 
 
 def disconnect(layout: Layout) -> None:
-    """Removes the namespaces that `connect` made; the cables, and this machine's routes over them, go with them."""
+    """Removes the namespaces that `connect` made, and the cables with them. This machine's own cable and its routes go
+    at once: a namespace lives on for as long as a process of it is still ending."""
+    cable = _cable(layout)
+    if (layout.root / "netns" / layout.name).exists() and Path("/sys/class/net", cable).exists():
+        _run("ip", "link", "del", cable)
     for note in sorted(Path(layout.root / "netns").glob("*")):
         if Path("/run/netns", note.name).exists():
             _run("ip", "netns", "del", note.name)

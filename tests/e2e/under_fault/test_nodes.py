@@ -5,7 +5,9 @@ At Kubernetes' own settings a silent node is given up after 50 s and its pods ar
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import pytest
 from tests.e2e import pods
 from tests.e2e.application import Reply, Said
 from tests.e2e.caller import PORT, Caller
-from tests.e2e.cluster.client import Object, condition
+from tests.e2e.cluster.client import DIRECT, Object, condition
 from tests.e2e.cluster.cluster import Cluster
 from tests.e2e.conftest import TIMINGS, ObjectStore
 from tests.e2e.under_fault.conftest import INTRODUCTION, MODEL, READY_SECONDS, Served, is_serving
@@ -24,6 +26,8 @@ REPLACED_SECONDS = 90  # at the default grace period of the node monitor
 DEFAULT_GRACE, SHORT_GRACE = 50, 8
 OPERATOR_LABELS = "app.kubernetes.io/component=operator"
 TRIES = 16
+HEADER = "x-engram-conversation-id"
+SHORT, LONG = 16, 512
 WRITTEN_SECONDS, WRITTEN_IN_SECONDS = 1, 30
 ANSWER_SECONDS = 15  # 2 s of them until a connection that nobody takes is given up
 
@@ -91,12 +95,29 @@ def assert_continued(reply: Reply, before: Reply) -> None:
 
 def turn(served: Served, pod: Object, messages: list[dict[str, str]], conversation: str) -> Reply:
     """One turn said to this very pod."""
-    body = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0}
-    url = f"http://{pod['status']['podIP']}:{PORT}/v1/chat/completions"
-    answer = served.caller.ask(url, body, headers={"x-engram-conversation-id": conversation})
+    answer = served.caller.ask(chat_url(pod), chat(messages, SHORT), headers={HEADER: conversation})
     assert answer.status == 200, answer.text
-    text = answer.json["choices"][0]["message"]["content"]
-    return Reply(text, answer.json["usage"]["prompt_tokens"], answer.json["engram"])
+    return reply_of(answer.json)
+
+
+def turn_from_here(pod: Object, messages: list[dict[str, str]], conversation: str) -> Reply:
+    """A long one said by this machine, which costs no `kubectl exec`."""
+    headers = {"content-type": "application/json", HEADER: conversation}
+    request = urllib.request.Request(chat_url(pod), json.dumps(chat(messages, LONG)).encode(), headers)
+    with DIRECT.open(request, timeout=60) as answer:
+        return reply_of(json.load(answer))
+
+
+def chat_url(pod: Object) -> str:
+    return f"http://{pod['status']['podIP']}:{PORT}/v1/chat/completions"
+
+
+def chat(messages: list[dict[str, str]], tokens: int) -> dict[str, object]:
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+
+def reply_of(answer: Object) -> Reply:
+    return Reply(answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"], answer["engram"])
 
 
 def after(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
@@ -153,8 +174,9 @@ def two_of_a_name(cluster: Cluster, store: ObjectStore, served: Served, old: Obj
     written(cluster, store, served)
     sides = {"new": new, "old": old}
     said = {side: after(beginning, common, f"The {side} one asks: which hive was best?") for side in sides}
+    # Long answers: each has begun before the other is stored. Who knows the other's turn would replace it, as an edit.
     with ThreadPoolExecutor(len(sides)) as threads:
-        begun = {side: threads.submit(turn, served, pod, said[side], "shared") for side, pod in sides.items()}
+        begun = {side: threads.submit(turn_from_here, pod, said[side], "shared") for side, pod in sides.items()}
         replies = {side: future.result() for side, future in begun.items()}
     for reply in replies.values():
         assert_continued(reply, common)
