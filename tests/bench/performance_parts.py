@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-PARTS = ("prefill", "chat", "restore", "cold")
+PARTS = ("prefill", "chat", "restore", "cold", "agreement")
 
 TEMPLATE = """\
 
@@ -52,7 +52,16 @@ disk, seconds since the process began.
 
 {cold}
 
-What limits these four parts, and what was not run:
+## Real weights
+
+`make bench-gpu PART=agreement MODEL=folder` ([agreement.json](../tests/bench/results/agreement.json)): the engine in
+bf16 beside transformers in bf16, both judged by transformers in fp32. Texts are pages of this documentation; *off* is
+the root mean square by which a token's log-probability differs from fp32's, *behind* that by which greedy choices fall
+behind fp32's best token.
+
+{agreement}
+
+What limits these parts, and what was not run:
 
 {notes}
 """
@@ -166,6 +175,33 @@ def render(
                     *rows([row], "first_token_s", "floor_s", "bar_s", "vllm_s")[0],
                 ]
                 for row in results["cold"]["results"]
+            ],
+        ),
+        agreement=table(
+            [
+                "model",
+                "bf16 of",
+                "tokens of text",
+                "off",
+                "worst",
+                "best token",
+                "tokens chosen",
+                "behind",
+                "best token",
+            ],
+            [
+                [
+                    row["model"],
+                    who,
+                    row["prompts"]["tokens"],
+                    *(round(row["prompts"][key][who], 3) for key in ("logprob_rms", "logprob_worst")),
+                    f"{row['prompts']['top1'][who]:.1%}",
+                    row["answers"]["tokens"],
+                    round(row["answers"]["behind_rms"][who], 4),
+                    f"{row['answers']['top1'][who]:.1%}",
+                ]
+                for row in results["agreement"]["results"]
+                for who in ("engram", "transformers")
             ],
         ),
         notes=NOTES,
