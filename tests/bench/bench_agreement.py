@@ -118,6 +118,8 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=64, help="tokens generated after each")
     parser.add_argument("--device", default="cuda", help="cpu: to try the script, nothing is saved")
     arguments = parser.parse_args()
+    if not Path(arguments.model, "config.json").is_file():
+        parser.error(f"MODEL must be the folder of a checkpoint, and {arguments.model!r} has no config.json")
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     prompts = texts(tokenizer, arguments.tokens)
     greedy = SamplingParams(temperature=0.0, max_tokens=arguments.new, ignore_eos=True)
