@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -90,6 +90,7 @@ class FakeEngineAdmin:
     """One engine. Attributes are its faults: set them at any time.
 
     `answer`: (status, code) for every call. `raw`: bytes to send instead of an answer. `hang`: accept and say nothing.
+    `silent` is called when a call has come that gets no answer: time for the caller's deadline to pass.
     `denied`: the store refuses what changes it. `live`: conversations that can be saved, name -> turn.
     """
 
@@ -104,6 +105,7 @@ class FakeEngineAdmin:
         self.raw: bytes | None = None
         self.hang = False
         self.hang_after = False  # does what was asked, then says nothing
+        self.silent: Callable[[], None] = lambda: None
         self.denied = False
         self.store_condition: dict[str, Any] = {"reachable": True, "reason": "StoreReachable", "message": ""}
         self.idle_seconds = 0.0
@@ -147,7 +149,7 @@ class FakeEngineAdmin:
         body = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path_qs, body))
         if self.hang:
-            await asyncio.sleep(3600)
+            await self._say_nothing()
         if self.raw is not None:
             transport = request.transport
             assert transport is not None
@@ -162,8 +164,12 @@ class FakeEngineAdmin:
             return _error(status, f"answer {status}", code, headers)
         response: web.StreamResponse = await handler(request)
         if self.hang_after:
-            await asyncio.sleep(3600)
+            await self._say_nothing()
         return response
+
+    async def _say_nothing(self) -> None:
+        self.silent()
+        await asyncio.Event().wait()
 
     async def _status(self, _: web.Request) -> web.Response:
         records = self.store.snapshots.values()

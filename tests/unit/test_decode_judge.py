@@ -34,10 +34,11 @@ CONFIGS: dict[str, Any] = {
 def _model(config: Any) -> CausalLM:
     build = Build(Ops.bind("cpu", torch.bfloat16), torch.device("cpu"), torch.bfloat16)
     model = model_class(config.model_type)(config, build, max_positions=64)
+    chance = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.normal_(std=0.05) if parameter.dim() > 1 else parameter.fill_(1.0)
+        parameter.normal_(std=0.05, generator=chance) if parameter.dim() > 1 else parameter.fill_(1.0)
         if parameter.dtype == torch.float32 and parameter.dim() == 1:
-            parameter.uniform_(-2.0, -0.5)
+            parameter.uniform_(-2.0, -0.5, generator=chance)
     return model
 
 

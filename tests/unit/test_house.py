@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kernels": "engram_kernels",
@@ -54,7 +56,9 @@ def test_no_file_of_kernels_is_called_triton():
 def test_importing_a_package_loads_no_torch(module):
     """`engram --help`, the operator and the LiteLLM provider must start on machines and in moments without torch."""
     code = f"import sys, {module}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
@@ -66,5 +70,7 @@ def test_listing_kernels_loads_no_torch():
         "choices = Registry.default().explain('cpu', 'float32'); "
         "print(len(choices) > 0 and 'torch' not in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.SECONDS, check=False
+    )
     assert done.stdout.strip() == "True", done.stderr

@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
+from engram_operator import chat_check
 from engram_operator.chat_check import CheckFailed, Turn, check, http_post, main
+from tests.support import patience
+from tests.support.virtual_clock import VirtualClock
 from tests.unit.chart.rendering import one, render
 
+LIMIT = ("--timeout-seconds", str(patience.SECONDS))
 SERVICE, REPLICA = "http://chat", "http://chat-0"
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch):
+    monkeypatch.setattr(chat_check, "time", VirtualClock())
 
 
 class Model:
@@ -106,9 +115,9 @@ def test_over_http_with_a_key(tmp_path, capsys):
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        code = main(["--model", "chat", "--service-url", url, "--token-file", str(token), "--timeout-seconds", "10"])
+        code = main(["--model", "chat", "--service-url", url, "--token-file", str(token), *LIMIT])
         model.remembers = False
-        failed = main(["--model", "chat", "--service-url", url, "--timeout-seconds", "10"])
+        failed = main(["--model", "chat", "--service-url", url, *LIMIT])
         server.shutdown()
     assert (code, failed) == (0, 1)
     assert headers[:3] == ["Bearer sk-1"] * 3
@@ -119,7 +128,7 @@ def test_over_http_with_a_key(tmp_path, capsys):
 def test_a_proxy_in_the_environment_is_not_asked(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:1")
     with pytest.raises(OSError, match="refused"):
-        http_post(None)("http://127.0.0.1:1", {}, 5.0)
+        http_post(None)("http://127.0.0.1:1", {}, patience.SECONDS)
 
 
 def test_the_test_pod_asks_a_replica_by_its_stable_name():

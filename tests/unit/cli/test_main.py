@@ -13,6 +13,7 @@ import engram_runtime
 from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.main import build_parser, main
 from engram_runtime.cli.quantities import override, seconds, show_size, size
+from tests.support import patience
 
 COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "autotune", "fetch", "activator", "up")
 
@@ -59,7 +60,9 @@ def test_every_flag_of_serve_has_a_help_text():
 
 def test_help_is_quick_and_light():
     code = "import sys; from engram_runtime.cli.main import build_parser; build_parser(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.SECONDS, check=True
+    )
     loaded = set(done.stdout.split())
     assert loaded & {"torch", "transformers", "fastapi", "uvicorn", "boto3", "kopf", "prometheus_client"} == set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
+from tests.support import patience
 from tests.unit.engine.fakes import VOCAB, FakeExecutor, FakeSnapshots, Letters, geometry
 
 
@@ -78,6 +80,15 @@ class Bench:
         assert not self.engine.has_unfinished_requests, "a request did not end"
         self.engine.check_integrity()
         return collector.finished
+
+    def settle(self) -> None:
+        """Until no restore is under way: one that was abandoned holds blocks until its worker thread is back."""
+        assert self.engine._restorer is not None
+        deadline = time.monotonic() + patience.SECONDS
+        while self.engine._restorer._jobs:
+            assert time.monotonic() < deadline, "a restore does not end"
+            self.engine.wait(0.01)
+            self.engine.step()
 
     def after(self, seconds: float) -> None:
         self.clock.now += seconds

@@ -6,7 +6,6 @@ and no block or slot is lost.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -118,13 +117,6 @@ class World:
         assert not self.one.engine.has_unfinished_requests
         self.one.engine.check_integrity()
 
-    def settle(self) -> None:
-        """A restore that was abandoned holds its blocks until its worker thread is back."""
-        deadline = time.monotonic() + 10.0
-        while self.one.engine.stats().blocks_used and time.monotonic() < deadline:
-            self.one.engine.wait(0.01)
-            self.take(self.one.engine.step())
-
 
 @given(
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, CHATS - 1), st.integers(1, 4)), max_size=40),
@@ -139,7 +131,7 @@ def test_any_life_of_conversations_gives_right_answers_and_leaks_nothing(
         world.act(*action)
     world.finish()
     world.one.after(100.0)
-    world.settle()
+    world.one.settle()
     stats = world.one.engine.stats()
     assert (stats.blocks_used, stats.states_used) == (0, 0)
     assert stats.running == stats.waiting == stats.restoring == stats.background == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnReport, TurnSpec
 from engram_runtime.snapshots.types import Fetched, Miss, RestoreQuery
+from tests.support import patience
 from tests.unit.engine.conftest import Bench
 from tests.unit.engine.fakes import FakeSnapshots, fetched, oracle
 
@@ -231,13 +231,13 @@ def test_tensors_that_cannot_be_written_end_in_a_prefill(
 
 
 def test_a_full_gpu_prefills(bench: Make, stored: FakeSnapshots, states: int) -> None:
-    one = bench(states=states, store=stored, blocks=8, window=32)
+    one = bench(states=states, store=stored, blocks=8, window=32, **patience.ENGINE)
     blocker = one.engine.add_request("big", [7] * 20, SamplingParams(max_tokens=8))
     one.engine.step()
     assert blocker.first.block_ids
     # The answer is there before the engine takes another step, so the blocks are really still in use.
     one.engine.add_request("r", next_prompt(), SamplingParams(max_tokens=NEW), turn=TurnSpec())
-    one.engine.wait(10.0)
+    one.engine.wait(patience.SECONDS)
     output = one.run()["r", 0]
     assert output.token_ids == oracle(next_prompt(), NEW)
     assert "no free blocks" in (report_of(output).restore_error or "")
@@ -248,7 +248,7 @@ def test_other_requests_run_while_a_restore_is_under_way(bench: Make) -> None:
     gate = threading.Event()
 
     def slow(query: RestoreQuery) -> Fetched | Miss:
-        gate.wait(10)
+        gate.wait(patience.SECONDS)
         return Miss("late")
 
     assert one.snapshots is not None
@@ -271,7 +271,7 @@ def test_a_restore_that_hangs_is_given_up(bench: Make) -> None:
 
     def hang(query: RestoreQuery) -> Fetched | Miss:
         assert query.deadline_seconds == 2.0
-        gate.wait(10)
+        gate.wait(patience.SECONDS)
         return Miss("far too late")
 
     assert one.snapshots is not None
@@ -316,7 +316,7 @@ def test_a_long_restore_is_given_up_when_its_own_time_is_over(bench: Make) -> No
     gate = threading.Event()
 
     def hang(query: RestoreQuery) -> Fetched | Miss:
-        gate.wait(10)
+        gate.wait(patience.SECONDS)
         return Miss("far too late")
 
     assert one.snapshots is not None
@@ -343,7 +343,7 @@ def test_an_abort_during_a_restore_gives_everything_back(bench: Make, states: in
     gate, answer = threading.Event(), change(stored)
 
     def slow(query: RestoreQuery) -> Fetched | Miss:
-        gate.wait(10)
+        gate.wait(patience.SECONDS)
         return answer(query)
 
     assert one.snapshots is not None
@@ -354,9 +354,7 @@ def test_an_abort_during_a_restore_gives_everything_back(bench: Make, states: in
     done = one.run()
     assert {output.finish_reason for output in done.values()} == {"abort"}
     gate.set()
-    deadline = time.monotonic() + 5
-    while one.engine.stats().blocks_used and time.monotonic() < deadline:
-        one.engine.step()
+    one.settle()
     assert one.engine.stats().blocks_used == 0
     one.engine.check_integrity()
 

@@ -18,6 +18,7 @@ from engram_runtime.executor.device import transfer as transfers
 from engram_runtime.executor.device.arena import HostArena
 from engram_runtime.executor.device.transfer import DeviceTransfer, whole_piece
 from engram_runtime.models.caches import Caches
+from tests.support import patience
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, DIM, BLOCKS = 3, 2, 8, 12
@@ -31,7 +32,7 @@ def make(arena_bytes: int | None = 1 << 20, **options: Any) -> tuple[DeviceTrans
     arena = None
     if arena_bytes is not None:
         arena = HostArena(arena_bytes, lambda address, nbytes: None, lambda address: None, **options)
-        assert arena.wait(10)
+        assert arena.wait(patience.SECONDS)
         transfer._arena = arena
     return transfer, caches, arena
 
@@ -168,7 +169,7 @@ def test_threads_settle_for_themselves() -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    thread.join(20)
+    thread.join(patience.SECONDS)
     assert outcome == ["fine"]
     with pytest.raises(SnapshotError):
         transfer.settle()
@@ -179,7 +180,7 @@ def test_threads_settle_for_themselves() -> None:
 
 def make_arena(nbytes: int, **options: Any) -> HostArena:
     arena = HostArena(nbytes, lambda address, size: None, lambda address: None, **options)
-    assert arena.wait(10)
+    assert arena.wait(patience.SECONDS)
     return arena
 
 
@@ -244,7 +245,7 @@ def test_memory_that_cannot_be_registered_is_ordinary_memory() -> None:
         raise OSError("no")
 
     arena = HostArena(8 * 4096, refuse, lambda address: None)
-    assert arena.wait(10)
+    assert arena.wait(patience.SECONDS)
     assert arena.ready == arena.free == 0
     assert arena.empty((2, 3), torch.float32).shape == (2, 3)
     arena.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
 from tests.support.smollm2 import SCRIPT
 
 
@@ -22,7 +23,7 @@ def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.SECONDS,
         check=False,
     )
 

@@ -13,6 +13,7 @@ from engram_runtime.loader import prefetch as prefetching
 from engram_runtime.loader import streaming
 from engram_runtime.loader.checkpoint import Checkpoint
 from engram_runtime.loader.streaming import stream_weights
+from tests.support import patience
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_file_that_ends_early_is_named(folder: Path) -> None:
 def test_weights_are_read_ahead_only_where_there_is_room(folder: Path, tmp_path: Path) -> None:
     thread = prefetching.prefetch(folder, available=1 << 30)
     assert thread is not None
-    thread.join(20)
+    thread.join(patience.SECONDS)
     assert not thread.is_alive()
     assert prefetching.prefetch(folder, available=1000) is None
     assert prefetching.prefetch(tmp_path / "nothing", available=1 << 30) is None

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engram_litellm.discovery import dns
 from engram_litellm.discovery.chain import Discovery, default_sources
 from engram_litellm.discovery.dns import TTL, DnsSource, Record, nameservers, parse_srv, query_srv
 from engram_litellm.discovery.endpoints import Endpoint, EndpointSet, NotYet, base_url, split_model
@@ -21,6 +22,7 @@ from engram_litellm.discovery.local import LocalFile
 from engram_litellm.discovery.slices import LABEL, endpoints_by_label, model_label
 from engram_litellm.errors import NoEndpoint
 from engram_litellm.settings import Settings
+from tests.support import patience
 
 
 @pytest.mark.parametrize(
@@ -297,13 +299,26 @@ def srv_answer(query: bytes, *targets: tuple[int, str], flags: int = 0x8180) -> 
     return out
 
 
+def one_port_twice() -> tuple[socket.socket, socket.socket]:
+    """A TCP and a UDP socket of one number; one that is free for the one may be taken for the other."""
+    for _ in range(100):
+        tcp, udp = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            udp.bind(tcp.getsockname())
+        except OSError:
+            tcp.close()
+            udp.close()
+        else:
+            return tcp, udp
+    raise AssertionError("no free ports")
+
+
 @pytest.mark.parametrize("truncated", [False, True])
-def test_srv_over_udp_and_tcp(truncated: bool) -> None:
+def test_srv_over_udp_and_tcp(monkeypatch: pytest.MonkeyPatch, truncated: bool) -> None:
+    monkeypatch.setattr(dns, "QUERY_TIMEOUT", patience.SECONDS)
     targets = [(8000, f"m-{i}.m-pods.{ZONE}") for i in range(3)]
-    tcp = socket.create_server(("127.0.0.1", 0))
+    tcp, udp = one_port_twice()
     server = tcp.getsockname()
-    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    udp.bind(server)
 
     def serve() -> None:
         query, client = udp.recvfrom(512)
@@ -315,7 +330,7 @@ def test_srv_over_udp_and_tcp(truncated: bool) -> None:
                 answer = srv_answer(query, *targets)
                 connection.sendall(struct.pack("!H", len(answer)) + answer)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     with tcp, udp:
         found = query_srv(f"_http._tcp.m-pods.{ZONE}", [server])

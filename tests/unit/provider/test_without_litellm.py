@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+from tests.support import patience
+
 
 def python(code: str) -> str:
     """Run in a fresh interpreter in which litellm cannot be found."""
@@ -20,7 +22,9 @@ def python(code: str) -> str:
         sys.meta_path.insert(0, Blocked())
     """
     script = textwrap.dedent(blocked) + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience.SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

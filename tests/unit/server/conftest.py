@@ -11,6 +11,7 @@ import pytest
 from engram_runtime.server.app import admin_app, public_app
 from engram_runtime.server.config import ServerConfig
 from engram_runtime.server.state import ServerState
+from tests.support import patience
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_snapshots import FakeSnapshots
 from tests.support.tiny import make_tokenizer
@@ -31,7 +32,8 @@ class Api:
         self, template: str = "tools", *, client: str = "127.0.0.1", engine: Any = None, **config: Any
     ) -> None:
         self.engine: FakeEngine = engine or FakeEngine(tokenizer(template), snapshots=FakeSnapshots())
-        self.state = ServerState.of(ServerConfig(**{"served_model_name": NAME, **config}))
+        limits = {"render_timeout": patience.SECONDS, "body_timeout": patience.SECONDS}
+        self.state = ServerState.of(ServerConfig(**{"served_model_name": NAME, **limits, **config}))
         self.state.attach(self.engine)
         self.http = self._client(public_app(self.state), client)
         self._from = client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from datetime import datetime
 
 import pytest
@@ -12,6 +12,7 @@ from engram_runtime.server.encoding import IncrementalEncoder
 from engram_runtime.server.errors import ApiError
 from engram_runtime.server.positions import common_prefix
 from engram_runtime.server.protocol.chat import Message
+from tests.support import patience
 from tests.support.tiny import make_tokenizer
 
 NOON = datetime(2026, 3, 1, 12, 0)
@@ -196,7 +197,11 @@ def test_tool_arguments_are_spelled_one_way():
 
 async def test_a_render_that_takes_too_long_is_refused():
     made, _ = renderer("chatml", timeout_seconds=0.05)
-    made.render = lambda chat: time.sleep(0.3)  # type: ignore[assignment]
-    with pytest.raises(ApiError) as caught:
-        await made.prompt(Chat([user("Hello")]))
+    refused = threading.Event()
+    made.render = lambda chat: refused.wait(patience.SECONDS)  # type: ignore[assignment]
+    try:
+        with pytest.raises(ApiError) as caught:
+            await made.prompt(Chat([user("Hello")]))
+    finally:
+        refused.set()
     assert (caught.value.status, caught.value.code) == (503, "render_timeout")

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from engram_runtime.server.middleware import BodyAndDisconnect
+from tests.support import patience
 
 
 async def exchange(app, messages, headers=(), **options):
@@ -26,7 +27,7 @@ async def exchange(app, messages, headers=(), **options):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
-    wrapped = BodyAndDisconnect(app, **{"max_bytes": 10, "timeout": 1.0, **options})
+    wrapped = BodyAndDisconnect(app, **{"max_bytes": 10, "timeout": patience.SECONDS, **options})
     await wrapped(scope, receive, send)
     return sent
 

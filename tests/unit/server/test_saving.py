@@ -46,9 +46,10 @@ def test_at_most_once_per_interval():
 async def test_silent_conversations_are_saved_once():
     saving, service = policy(save_turn_end=False, save_idle_seconds=1), Service()
     assert not saving.durable(*BRANCH)
+    before = time.monotonic()
     saving.ended(BRANCH, False)
     saving.ended(("t", "gone", "main"), False)
-    assert await saving.save_silent(service, time.monotonic() - 1) == 0
+    assert await saving.save_silent(service, before) == 0
     assert await saving.save_silent(service, time.monotonic() + 1) == 1
     assert service.saved == [BRANCH]
     assert await saving.save_silent(service, time.monotonic() + 1) == 0

@@ -7,7 +7,9 @@ import tempfile
 import threading
 import time
 from array import array
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_runtime.errors import Conflict, NotFound
+from engram_runtime.snapshots import flight as flight_module
 from engram_runtime.snapshots.catalogue import RECORD_TOKENS, Catalogue, Record
 from engram_runtime.snapshots.flight import SingleFlight
 from engram_runtime.snapshots.io.filesystem import FileSystem
@@ -28,6 +31,7 @@ from engram_runtime.snapshots.policy.manifest import MAX_PIECES, Manifest, Piece
 from engram_runtime.snapshots.service import open_store
 from engram_runtime.snapshots.tiers import Breaker
 from engram_runtime.snapshots.types import SnapshotConfig
+from tests.support import patience
 from tests.support.snapshots import ABI, DENSE, HYBRID, KEY
 
 SPACE = Space.of(Keyring(KEY).namespace("t"), ABI)
@@ -186,13 +190,22 @@ def test_catalogue_is_bounded_and_drops_what_is_durable_first() -> None:
 # Single flight, breaker, cost
 
 
-def test_single_flight() -> None:
+def test_single_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     flight: SingleFlight[int] = SingleFlight()
     calls: list[int] = []
+    came = threading.Semaphore(0)
+
+    class Awaited(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            came.release()
+            return super().result(timeout)
+
+    monkeypatch.setattr(flight_module, "Future", Awaited)
 
     def work() -> int:
         calls.append(1)
-        time.sleep(0.2)
+        for _ in range(4):
+            assert came.acquire(timeout=patience.SECONDS), "nobody else came while this one was at work"
         return 7
 
     results: list[int] = []
@@ -367,9 +380,10 @@ def test_files_are_private(tmp_path: Path) -> None:
 def test_leftovers_of_dead_writers_are_cleaned(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("v1/a", [b"x"])
+    before = time.time() - 60
     leftover = tmp_path / "tmp" / "dead"
     leftover.write_bytes(b"half")
-    assert store.clean_uploads(time.time() - 60) == 0
+    assert store.clean_uploads(before) == 0
     os.utime(leftover, (0, 0))
     assert store.clean_uploads(time.time() - 60) == 1
     assert store.get("v1/a") == b"x"

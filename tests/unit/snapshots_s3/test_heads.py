@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram_runtime.errors import Conflict, NotFound
+from engram_runtime.snapshots.clock import Clock
 from engram_runtime.snapshots.io.s3 import heads as module
 from engram_runtime.snapshots.io.s3.heads import AppendOnlyHeads
 from engram_runtime.snapshots.io.store import ObjectInfo, StoreUnavailable
+from tests.support.virtual_clock import VirtualClock
 
 KEY = "v1/ref/a"
 OTHER = "v1/ref/b"
@@ -60,8 +62,8 @@ class Memory:
                 self.objects.pop(key, None)
 
 
-def heads(memory: Memory) -> AppendOnlyHeads:
-    return AppendOnlyHeads(memory, lambda key: key in (KEY, OTHER))
+def heads(memory: Memory, clock: Clock | None = None) -> AppendOnlyHeads:
+    return AppendOnlyHeads(memory, lambda key: key in (KEY, OTHER), clock)
 
 
 def put_entry(memory: Memory, generation: int, writer: str, data: bytes, modified: float) -> str:
@@ -122,15 +124,16 @@ def test_one_swap_wins_in_every_order_of_requests(order: list[int]) -> None:
     assert list(memory.objects) == [f"{KEY}/{result}"]
 
 
-def test_a_dead_writers_claim_expires_by_the_servers_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_writers_claim_expires_by_the_servers_clock() -> None:
     memory = Memory()
+    clock = VirtualClock()
     tag = heads(memory).compare_and_swap(KEY, b"start", None)
     dead = f"{KEY}/claim{'0' * 32}"
     memory.objects[dead] = (b"", memory.clock)
-    monkeypatch.setattr(module, "ACQUIRE_SECONDS", 0.2)
     with pytest.raises(StoreUnavailable) as caught:
-        heads(memory).compare_and_swap(KEY, b"next", tag)
+        heads(memory, clock).compare_and_swap(KEY, b"next", tag)
     assert caught.value.reason == "Contended"
+    assert clock.monotonic() > module.ACQUIRE_SECONDS
     memory.clock += module.LEASE_SECONDS + 1
     new = heads(memory).compare_and_swap(KEY, b"next", tag)
     assert heads(memory).get_tagged(KEY) == (b"next", new)

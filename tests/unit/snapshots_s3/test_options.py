@@ -15,6 +15,7 @@ from botocore.awsrequest import AWSResponse
 from engram_runtime.snapshots.io.s3.client import build_client
 from engram_runtime.snapshots.io.s3.options import LONGEST_KEY, S3Options
 from engram_runtime.snapshots.policy.keys import Space
+from tests.support import patience
 
 GOOD = S3Options("bucket")
 
@@ -94,7 +95,9 @@ def test_the_longest_prefix_leaves_room_for_the_longest_key() -> None:
 
 def test_options_cost_no_sdk() -> None:
     code = "import sys, engram_runtime.snapshots.io.s3.options; print('boto3' in sys.modules, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.SECONDS, check=False
+    )
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 

@@ -1,4 +1,7 @@
-"""The queue's promises: one worker a key, many adds are one look, delays, back-off, an end in time."""
+"""The queue's promises: one worker a key, many adds are one look, delays, back-off, an end in time.
+
+All in virtual time: what is due is done before any of it passes, so every pause here is long enough and exact.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 
 from engram_operator.kube import queue as module
 from engram_operator.kube.queue import KeyedQueue
+from tests.support.loop_time import in_virtual_time
 
 Reconcile = Callable[[str], Awaitable[float | None]]
 
@@ -26,6 +30,7 @@ async def running(queue: KeyedQueue[str], reconcile: Reconcile, workers: int = 4
         await asyncio.wait_for(task, 5)
 
 
+@in_virtual_time
 async def test_adds_while_a_key_is_worked_on_are_one_more_look() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     seen: Counter[str] = Counter()
@@ -53,6 +58,7 @@ async def test_adds_while_a_key_is_worked_on_are_one_more_look() -> None:
         assert queue.depth == 0
 
 
+@in_virtual_time
 async def test_a_busy_key_does_not_keep_others_from_being_worked_on() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     done: list[str] = []
@@ -76,6 +82,7 @@ async def test_a_busy_key_does_not_keep_others_from_being_worked_on() -> None:
         assert done.count("slow") == 2
 
 
+@in_virtual_time
 async def test_a_delay_is_kept_and_an_earlier_add_wins() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     loop = asyncio.get_running_loop()
@@ -91,10 +98,10 @@ async def test_a_delay_is_kept_and_an_earlier_add_wins() -> None:
         queue.add("soon", after=0.05)
         queue.add("soon", after=30)
         await asyncio.sleep(0.3)
-    assert 0.15 <= times["late"] < 0.3
-    assert 0.05 <= times["soon"] < 0.15
+    assert times == {"soon": pytest.approx(0.05), "late": pytest.approx(0.15)}
 
 
+@in_virtual_time
 async def test_the_returned_seconds_bring_the_key_back() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     seen = 0
@@ -110,6 +117,7 @@ async def test_the_returned_seconds_bring_the_key_back() -> None:
     assert seen == 4
 
 
+@in_virtual_time
 async def test_failures_back_off_up_to_the_cap_and_success_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.005)
     monkeypatch.setattr(module, "SHORTEST_DELAY_S", 0.001)
@@ -133,6 +141,7 @@ async def test_failures_back_off_up_to_the_cap_and_success_ends_it(monkeypatch: 
     assert max(delays) <= 0.02
 
 
+@in_virtual_time
 async def test_a_failed_key_is_looked_at_at_once_when_something_changed() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     seen = 0
@@ -149,6 +158,7 @@ async def test_a_failed_key_is_looked_at_at_once_when_something_changed() -> Non
         assert seen >= 12
 
 
+@in_virtual_time
 async def test_stopping_lets_a_running_reconcile_end_and_starts_no_other() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     ended: list[str] = []
@@ -169,6 +179,7 @@ async def test_stopping_lets_a_running_reconcile_end_and_starts_no_other() -> No
     assert ended == ["a"]
 
 
+@in_virtual_time
 async def test_stopping_cancels_a_reconcile_that_does_not_end() -> None:
     queue: KeyedQueue[str] = KeyedQueue(stop_grace_s=0.05)
     inside = asyncio.Event()
@@ -185,6 +196,7 @@ async def test_stopping_cancels_a_reconcile_that_does_not_end() -> None:
     await asyncio.wait_for(task, 2)
 
 
+@in_virtual_time
 async def test_depth_and_age_are_of_what_is_due() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
     queue.add("later", after=60)
@@ -192,11 +204,12 @@ async def test_depth_and_age_are_of_what_is_due() -> None:
     queue.add("now")
     await asyncio.sleep(0.02)
     assert queue.depth == 1
-    assert queue.oldest_s >= 0.02
+    assert queue.oldest_s == pytest.approx(0.02)
     queue.forget("now")
     assert queue.depth == 0
 
 
+@in_virtual_time
 async def test_five_thousand_keys_are_worked_on_once_each() -> None:
     queue: KeyedQueue[int] = KeyedQueue()
     seen: Counter[int] = Counter()
