@@ -55,7 +55,8 @@ class EngramProcess:
 
     def send_signal(self, number: int) -> None:
         if self.code is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and nobody has told us yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
@@ -97,7 +98,7 @@ class EngineProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes.values():
+        for process in list(self._processes.values()):  # who ends meanwhile is taken out
             process.send_signal(signal.SIGKILL)
         assert self._parent.stdin is not None
         self._parent.stdin.close()

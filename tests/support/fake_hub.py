@@ -34,7 +34,8 @@ CHECKPOINT: dict[str, bytes] = {
 @dataclass
 class FakeHub:
     """Faults are attributes, set at any time. `statuses` are answered first, one a request for a file; `truncate` and
-    `corrupt` count answers that are cut short or wrong; `chunk_seconds` slows bodies down."""
+    `corrupt` count answers that are cut short or wrong; `chunk_seconds` slows bodies down; no body goes beyond byte
+    `hold_from` of its file before `released` is set."""
 
     url: str = ""
     cdn_url: str = ""
@@ -49,6 +50,8 @@ class FakeHub:
     truncate: int = 0
     corrupt: int = 0
     chunk_seconds: float = 0.0
+    hold_from: int | None = None
+    released: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str, str]] = field(default_factory=list)  # server, path, range, authorization
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -109,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         headers = {}
-        status = 200
+        status, first = 200, 0
         if match is not None and hub.ranges:
             first, last = int(match[1]), min(int(match[2]), len(data) - 1)
             headers["content-range"] = f"bytes {first}-{last}/{len(data)}"
@@ -127,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         body = data[: len(data) // 2] if cut else data
         for start in range(0, len(body), 8192):
+            if hub.hold_from is not None and first + start >= hub.hold_from:
+                self.wfile.flush()
+                hub.released.wait(240)
             self.wfile.write(body[start : start + 8192])
             if hub.chunk_seconds:
                 self.wfile.flush()

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -32,7 +32,7 @@ class Fault:
     drop: bool = False  # close without an answer
     delay: float = 0.0  # seconds before the answer
     pace: float = 0.0  # seconds between chunks
-    hold: threading.Event | None = None  # a stream ends only after this is set
+    hold: threading.Event | None = None  # an answer comes, a stream ends, only after this is set
     cut_after: int | None = None  # chunks of a stream before the connection is closed
     error_event: bool = False  # an error inside the stream after the first content
     times: int = 10**9
@@ -85,14 +85,14 @@ class FakeEngine:
 
     def start(self) -> FakeEngine:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(240)
         return self
 
     def stop(self) -> None:
         """As a killed process: the port is closed and every connection dropped."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(240)
 
     def __enter__(self) -> FakeEngine:
         return self.start()
@@ -104,11 +104,12 @@ class FakeEngine:
         """Bodies of the chat requests so far."""
         return [seen.body for seen in self.requests if seen.path == "/v1/chat/completions"]
 
-    def wait_aborted(self, count: int, seconds: float = 60.0) -> bool:
-        end = time.monotonic() + seconds
-        while self.aborted < count and time.monotonic() < end:
-            time.sleep(0.01)
-        return self.aborted >= count
+    def wait_aborted(self, count: int, seconds: float = 240.0) -> bool:
+        return _wait(lambda: self.aborted >= count, seconds)
+
+    def wait_chats(self, count: int, seconds: float = 240.0) -> bool:
+        """Until so many chat requests have arrived."""
+        return _wait(lambda: len(self.chats()) >= count, seconds)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -176,6 +177,8 @@ class FakeEngine:
         fault.times -= 1
         if fault.delay:
             await asyncio.sleep(fault.delay)
+        while not body.get("stream") and fault.hold is not None and not fault.hold.is_set():
+            await asyncio.sleep(0.01)
         if fault.drop:
             return False
         if fault.status:
@@ -387,6 +390,13 @@ class FakeEngine:
         data = f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         await writer.drain()
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
 
 
 def _key(message: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -95,6 +96,12 @@ class FakeSlices:
             self._oldest = self._version
             self._events.clear()
             self._changed.notify_all()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Lists are not answered before this ends."""
+        with self._changed:
+            yield
 
     def drop_watches(self) -> None:
         with self._changed:

@@ -29,6 +29,7 @@ from engram_operator.kube.errors import Unavailable
 from engram_operator.kube.kinds import Kind
 from tests.support.fake_kube import Failure, FakeKube, StoreTransport
 from tests.support.kube_store import Change, KubeStore, Refused, Request
+from tests.support.ports import free_port
 
 BOOKMARK_S = 2.0
 
@@ -52,7 +53,7 @@ class MiniApi:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="miniapi", daemon=True)
         self._runner: web.AppRunner | None = None
-        self.port = 0
+        self.port = free_port()  # it is listened on again after the server was away
         self.store.listeners.append(self._changed)
 
     # What a test does
@@ -67,7 +68,7 @@ class MiniApi:
     ) -> None:
         self._call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(240)
         self._loop.close()
 
     @property
@@ -122,7 +123,7 @@ class MiniApi:
     # The server
 
     def _call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(240)
 
     def _changed(self, change: Change) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the test is over
@@ -138,7 +139,6 @@ class MiniApi:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
 
     async def _close(self) -> None:
         await self._break_streams()

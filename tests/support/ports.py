@@ -1,7 +1,8 @@
 """Ports for servers that must know theirs before they start, or have it again after they were killed.
 
 Port 0 would give one of those that the kernel also takes for outgoing connections: between its choice and its use, or
-while its server is dead, it may be somebody else's. These are below, and each process of a parallel run has its own.
+while its server is dead, it may be somebody else's. These are below, each process of a parallel run has its own, and
+none is given out twice, for it need not be in use yet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import random
 import socket
 from collections.abc import Sequence
+from functools import cache
 
 LOWEST, HIGHEST = 11000, 31000  # above are those of outgoing connections: 32768 and more on Linux
 PROCESSES = 16
@@ -24,10 +26,19 @@ def free_base(offsets: Sequence[int]) -> int:
     size = (HIGHEST - LOWEST) // PROCESSES
     mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PROCESSES
     first = LOWEST + mine * size
-    for base in random.SystemRandom().sample(range(first, first + size), size):
-        if all(_is_free(base + offset) for offset in offsets):
+    bases, given = range(first, first + size - max(offsets)), _given()
+    for base in random.SystemRandom().sample(bases, len(bases)):
+        ports = {base + offset for offset in offsets}
+        if given.isdisjoint(ports) and all(map(_is_free, ports)):
+            given |= ports
             return base
     raise AssertionError("no free ports")
+
+
+@cache
+def _given() -> set[int]:
+    """What this process has given out so far."""
+    return set()
 
 
 def _is_free(port: int) -> bool:

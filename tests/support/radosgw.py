@@ -137,7 +137,7 @@ def _start(folder: Path, port: int, memory: int, processes: list[subprocess.Pope
             env=_environment(folder),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=START_SECONDS,
             check=False,
         )
         if done.returncode:

@@ -27,7 +27,8 @@ HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive"}
 class Fault:
     """`answer`: status, code and headers instead of the server's. `silence`: never answer. `drip`: a byte at a time.
     `truncate`: close in the middle of the body. `flip`: one wrong bit in it. `drop`: close without doing anything.
-    `lose_answer`: let the server do it, then close. `stall`: do not read the request's body."""
+    `lose_answer`: let the server do it, then close. `stall`: do not read the request's body. With `hold` nothing of it
+    happens before that is set."""
 
     action: Action
     status: int = 500
@@ -37,6 +38,7 @@ class Fault:
     path: str = ""  # contained in the unquoted path and query
     times: int | None = None  # None: until cleared
     skip: int = 0  # let so many matching requests pass first
+    hold: threading.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.startswith("http://"):  # asked as a forward proxy: the host is in the Host header too
             self.path = "/" + self.path.removeprefix("http://").partition("/")[2]
         fault = self.owner.choose(self.command, self.path, dict(self.headers.items()))
+        if fault is not None and fault.hold is not None:
+            fault.hold.wait(240)
         if fault is not None and fault.action == "stall":
             self._hang()
             return

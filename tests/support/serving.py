@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from engram_runtime.server.config import ServerConfig
@@ -58,7 +58,8 @@ class Running:
 
     def stop(self) -> None:
         if self.loop is not None and self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.server.stop)
+            with suppress(RuntimeError):  # the loop is closed: it has stopped, and the thread is about to end
+                self.loop.call_soon_threadsafe(self.server.stop)
 
     def join(self, timeout: float = 120.0) -> int | None:
         self._thread.join(timeout)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,15 +20,14 @@ from engram_runtime.activator import upstream
 from engram_runtime.activator.config import ActivatorConfig, model_of
 from engram_runtime.activator.lifecycle import ActivatorServer
 from engram_runtime.server.admin_auth import AdminAccounts
+from tests.support import loopback
 from tests.support.fake_cluster import AUDIENCE, OPERATOR, OWN_TOKEN, running_cluster
+from tests.support.ports import free_port
+from tests.support.stopwatch import Stopwatch
 
 HOST = {"host": "m.team.svc.cluster.local:8000"}
 BODY = {"model": "m", "messages": []}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+SECONDS = 240.0  # for what happens at once unless the machine is busy
 
 
 class Loopback(ActivatorConfig):
@@ -48,6 +47,7 @@ class Model:
         self.open = 0
         self.aborted = 0
         self.stream_seconds = 0.0
+        self.next: asyncio.Semaphore | None = None  # each part of an answer takes one
         self.break_off = False
         self.server = None
 
@@ -85,6 +85,8 @@ class Model:
             for number in range(5):
                 if reader.at_eof():
                     break
+                if self.next is not None:
+                    await self.next.acquire()
                 data = b"data: %d\n\n" % number
                 writer.write(b"%x\r\n%s\r\n" % (len(data), data))
                 await writer.drain()
@@ -109,17 +111,17 @@ async def running(**config):
     """(public URL, admin client, model that is not there yet, server)"""
     model = Model(free_port())
     values = {"upstream": f"http://{{name}}:{model.port}", "port": 0, "admin_port": 0, "poll_seconds": 0.05}
-    server = ActivatorServer(Loopback(**{**values, "deadline": 20.0, "drain_timeout": 2.0, **config}))
+    server = ActivatorServer(Loopback(**{**values, "deadline": SECONDS, "drain_timeout": 2.0, **config}))
     task = asyncio.create_task(server.run(signals=False))
     async with (
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.ports[0]}", timeout=30, headers=HOST) as client,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.ports[1]}", timeout=30) as admin,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.ports[0]}", timeout=SECONDS, headers=HOST) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.ports[1]}", timeout=SECONDS) as admin,
     ):
         try:
             yield client, admin, model, server
         finally:
             server.stop()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, SECONDS)
             await model.stop()
 
 
@@ -127,7 +129,7 @@ async def waiting(admin):
     return (await admin.get("/waiting")).json()["models"]
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=SECONDS):
     end = time.monotonic() + seconds
     while True:
         found = await condition()
@@ -137,9 +139,12 @@ async def until(condition, seconds=10.0):
         await asyncio.sleep(0.02)
 
 
-async def count(admin, outcome):
+async def counted(admin, outcome, requests):
+    """Exactly so many have ended so."""
     text = (await admin.get("/metrics")).text
-    return float(text.split(f'engram_activator_requests_total{{outcome="{outcome}"}} ')[1].split("\n")[0])
+    count = float(text.split(f'engram_activator_requests_total{{outcome="{outcome}"}} ')[1].split("\n")[0])
+    assert count <= requests
+    return count == requests
 
 
 async def empty(admin):
@@ -150,19 +155,20 @@ async def empty(admin):
 
 async def test_held_until_the_model_is_there():
     async with running() as (client, admin, model, _):
-        started = time.monotonic()
-        task = asyncio.create_task(
-            client.post("/v1/chat/completions?x=%2Fy", json=BODY, headers={"authorization": "Bearer k"})
-        )
-        await until(lambda: waiting(admin))
-        shown = await waiting(admin)
-        assert shown.keys() == {"m"}
-        assert shown["m"]["waiting"] == 1
-        assert shown["m"]["oldest_seconds"] < 5
-        await asyncio.sleep(3.0 - (time.monotonic() - started))
-        await model.start()
-        answer = await task
-        assert 3.0 <= time.monotonic() - started < 8
+        with Stopwatch() as watch:
+            task = asyncio.create_task(
+                client.post("/v1/chat/completions?x=%2Fy", json=BODY, headers={"authorization": "Bearer k"})
+            )
+            await until(lambda: waiting(admin))
+            shown = await waiting(admin)
+            assert shown.keys() == {"m"}
+            assert shown["m"]["waiting"] == 1
+            assert shown["m"]["oldest_seconds"] < 5 + watch.late
+            await asyncio.sleep(3.0 - watch.whole)
+            await model.start()
+            answer = await task
+        assert watch.whole >= 3.0
+        assert watch.seconds < 8
         assert (answer.status_code, answer.text) == (200, "".join(f"data: {n}\n\n" for n in range(5)))
         assert answer.headers["x-engram-draining"] == "no"
         assert "x-secret-hop" not in answer.headers
@@ -173,8 +179,8 @@ async def test_held_until_the_model_is_there():
         assert b"host: m.team.svc.cluster.local:8000" in head.lower()
         assert json.loads(body) == BODY
         assert await waiting(admin) == {}
-        assert await empty(admin)
-        assert await count(admin, "forwarded") == 1
+        await until(lambda: empty(admin))
+        await until(lambda: counted(admin, "forwarded", 1))
 
 
 async def test_a_model_that_is_not_ready_gets_nothing():
@@ -190,15 +196,16 @@ async def test_a_model_that_is_not_ready_gets_nothing():
 
 
 async def test_streams_pass_as_they_come():
+    """The model says the next thing only when its client has heard the one before."""
     async with running() as (client, _, model, _server):
         await model.start()
-        model.stream_seconds = 0.3
-        times = []
+        model.next = asyncio.Semaphore(1)
+        heard = []
         async with client.stream("POST", "/v1/chat/completions", json=BODY) as response:
-            async for _chunk in response.aiter_raw():
-                times.append(time.monotonic())
-        assert len(times) == 5
-        assert times[-1] - times[0] > 0.9
+            async for chunk in response.aiter_raw():
+                heard.append(chunk)
+                model.next.release()
+        assert heard == [b"data: %d\n\n" % number for number in range(5)]
 
 
 async def test_a_body_that_is_still_on_its_way():
@@ -217,7 +224,7 @@ async def test_a_body_that_is_still_on_its_way():
         go_on.set()
         assert (await task).status_code == 200
         assert model.requests[0][1] == b"first second"
-        assert await empty(admin)
+        await until(lambda: empty(admin))
 
 
 async def test_models_are_told_apart_by_host():
@@ -226,10 +233,11 @@ async def test_models_are_told_apart_by_host():
             asyncio.create_task(client.post("/v1/x", json=BODY, headers={"host": host}))
             for host in ("a", "a.team:8000", "B.team.svc")
         ]
-        await until(lambda: waiting(admin))
-        await asyncio.sleep(0.2)
-        shown = await waiting(admin)
-        assert {name: entry["waiting"] for name, entry in shown.items()} == {"a": 2, "b": 1}
+
+        async def all_of_them():
+            return {name: entry["waiting"] for name, entry in (await waiting(admin)).items()} == {"a": 2, "b": 1}
+
+        await until(all_of_them)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -246,9 +254,9 @@ async def test_who_goes_away_leaves_nothing():
         task.cancel()
         await until(lambda: empty(admin))
         assert await waiting(admin) == {}
-        assert await count(admin, "gone") == 1
+        await until(lambda: counted(admin, "gone", 1))
         await model.start()
-        model.stream_seconds = 5.0
+        model.stream_seconds = SECONDS
         async with client.stream("POST", "/v1/x", json=BODY) as response:
             async for _chunk in response.aiter_raw():
                 break
@@ -262,13 +270,14 @@ async def test_who_goes_away_leaves_nothing():
 
 async def test_the_deadline():
     async with running(deadline=0.4) as (client, admin, _model, _):
-        started = time.monotonic()
-        answer = await client.post("/v1/x", json=BODY)
-        assert 0.3 < time.monotonic() - started < 3
+        with Stopwatch() as watch:
+            answer = await client.post("/v1/x", json=BODY)
+        assert watch.whole > 0.3
+        assert watch.seconds < 3
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert answer.json()["error"]["code"] == "loading"
-        assert await count(admin, "timeout") == 1
-        assert await empty(admin)
+        await until(lambda: empty(admin))
+        await until(lambda: counted(admin, "timeout", 1))
 
 
 async def test_more_than_may_wait_is_sent_away():
@@ -281,7 +290,7 @@ async def test_more_than_may_wait_is_sent_away():
         await until(two)
         answer = await client.post("/v1/x", json=BODY)
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-        assert await count(admin, "full") == 1
+        await until(lambda: counted(admin, "full", 1))
         await model.start()
         assert [response.status_code for response in await asyncio.gather(*tasks)] == [200, 200]
 
@@ -324,17 +333,20 @@ async def test_a_model_that_breaks_off_is_not_asked_twice():
         answer = await client.post("/v1/x", json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
         assert len(model.requests) == 1
-        assert await empty(admin)
+        await until(lambda: empty(admin))
 
 
 async def test_draining_finishes_what_is_held_and_takes_nothing_new():
-    async with running(drain_timeout=10.0) as (client, admin, model, server):
+    async with running(drain_timeout=SECONDS) as (client, admin, model, server):
         task = asyncio.create_task(client.post("/v1/x", json=BODY))
         await until(lambda: waiting(admin))
         assert (await admin.get("/health/ready")).status_code == 200
         server.stop()
-        await asyncio.sleep(0.2)
-        assert (await admin.get("/health/ready")).status_code == 503
+
+        async def draining():
+            return (await admin.get("/health/ready")).status_code == 503
+
+        await until(draining)
         assert (await admin.get("/health/live")).status_code == 200
         late = await client.post("/v1/x", json=BODY)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
@@ -392,14 +404,19 @@ def test_the_process_is_small_and_drains_on_a_signal():
     command = [sys.executable, "-m", "engram_runtime.cli", "activator", "--port", str(ports[0])]
     command += ["--admin-port", str(ports[1]), "--namespace", "team", "--drain-timeout", "3"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    admin = f"http://127.0.0.1:{ports[1]}"
+
+    def when(ready):
+        end = time.monotonic() + SECONDS
+        while True:
+            with suppress(httpx.HTTPError):
+                if ready():
+                    return
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
     try:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                if httpx.get(f"http://127.0.0.1:{ports[1]}/health/ready").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.1)
+        when(lambda: loopback.get(f"{admin}/health/ready").status_code == 200)
         with open(f"/proc/{process.pid}/status") as file:
             resident = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
         assert resident < 80_000, f"{resident} kB"
@@ -407,10 +424,10 @@ def test_the_process_is_small_and_drains_on_a_signal():
             assert "torch" not in file.read()
         with socket.create_connection(("127.0.0.1", ports[0])) as sock:
             sock.sendall(b"POST /v1/x HTTP/1.1\r\nhost: m\r\ncontent-length: 2\r\n\r\n{}")
-            time.sleep(0.3)
+            when(lambda: "m" in loopback.get(f"{admin}/waiting").json()["models"])
             process.send_signal(signal.SIGTERM)
             assert b"503" in sock.recv(65536)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0
         assert "Traceback" not in err
     finally:

@@ -143,10 +143,10 @@ def test_the_command_with_a_mounted_secret(server, bucket, tmp_path):
     for name, value in credentials(server).items():
         (folder / name).write_text(value + "\n")
     command = [sys.executable, "-m", "engram_runtime.cli", "fetch", URI, "--path", str(tmp_path / "m")]
-    done = subprocess.run([*command, "--credentials-dir", str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--credentials-dir", str(folder)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert is_complete(tmp_path / "m", URI, None)
-    done = subprocess.run([*command, "--revision", "x"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--revision", "x"], capture_output=True, text=True, timeout=240)
     assert (done.returncode, "--revision is for hf://" in done.stderr) == (1, True)
 
 

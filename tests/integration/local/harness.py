@@ -25,7 +25,8 @@ from tests.support import loopback
 from tests.support.ports import free_base
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-FAST = {"periodSeconds": 0.05, "timeoutSeconds": 2}
+FAST = {"periodSeconds": 0.05, "timeoutSeconds": 60}  # a stand-in that is late on a busy machine is not unwell
+STARTS = {**FAST, "failureThreshold": 10_000}
 
 
 def manifest(
@@ -44,7 +45,7 @@ def manifest(
     container = {
         "name": "engine",
         "command": [sys.executable, str(STAND_IN)],
-        "startupProbe": FAST,
+        "startupProbe": STARTS,
         "readinessProbe": FAST,
         "livenessProbe": {**FAST, "failureThreshold": 3},
         **(engine or {}),
@@ -124,9 +125,9 @@ class Up:
 
     async def finished(self) -> None:
         assert self._task is not None
-        await asyncio.wait_for(asyncio.shield(self._task), 120)
+        await asyncio.wait_for(asyncio.shield(self._task), 240)
 
-    async def until(self, condition: Callable[[], Any], timeout: float = 120) -> Any:
+    async def until(self, condition: Callable[[], Any], timeout: float = 240) -> Any:
         """Wait for a true value; fails with the events so far."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -179,3 +180,11 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def running(pid: int) -> bool:
+    """Alive and not a zombie: whoever is its parent now may not have reaped it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return alive(pid)

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.integration.local import harness
 from tests.integration.local.harness import free_port_base, manifest
 
 PROGRAM = """
-import argparse, sys
+import argparse, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)  # nohup, and shells in the background, have tests begin with these ignored
 from engram_operator.local.command import register
 parser = argparse.ArgumentParser(prog="engram")
 register(parser.add_subparsers(required=True))
@@ -72,7 +75,7 @@ def test_a_signal_drains_and_exits_with_zero(tmp_path: Path, number: signal.Sign
         assert entry["pid"] == process.pid
         assert entry["endpoints"][0]["url"] == events[-1]["url"] == f"http://127.0.0.1:{base}"
         process.send_signal(number)
-        rest, errors = process.communicate(timeout=120)
+        rest, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert errors == ""
     assert [json.loads(line)["reason"] for line in rest.splitlines()] == ["Draining", "ContainerStopped", "Stopped"]
@@ -89,7 +92,7 @@ def test_events_for_people_go_to_stderr(tmp_path: Path) -> None:
             if "  Ready  " in line:
                 break
         process.terminate()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
     assert output == ""
     assert all("default/tiny-0" in line for line in lines)
 
@@ -167,9 +170,12 @@ def test_an_engine_left_behind_by_a_killed_up_is_named_and_not_joined(tmp_path: 
         assert f"pod default/tiny-0 is still running (pid {engine})" in done.stderr
     finally:
         os.kill(engine, signal.SIGTERM)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 240
+    while harness.running(engine):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     with running(tmp_path, "-f", file, "--port-base", str(free_port_base()), "--json") as process:
         assert process.stdout is not None
         assert any(json.loads(line)["reason"] == "Ready" for line in iter(process.stdout.readline, ""))
         process.terminate()
-        process.communicate(timeout=120)
+        process.communicate(timeout=240)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engram_operator.errors import ResourceError
-from tests.integration.local.harness import Up, about, alive, free_port_base, manifest, mode, tell
+from tests.integration.local.harness import Up, about, alive, free_port_base, manifest, mode, running, tell
 
 
 async def test_init_runs_before_the_engine_and_the_endpoint_follows_readiness(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_what_the_engine_started_ends_with_it(tmp_path: Path) -> None:
         pid = int(child.read_text())
         assert alive(pid)
         os.kill(about(up.pods[0])["pid"], signal.SIGKILL)
-        await up.until(lambda: not _running(pid))
+        await up.until(lambda: not running(pid))
 
 
 async def test_two_replicas_and_two_models_share_the_file_and_no_port(tmp_path: Path) -> None:
@@ -264,11 +264,3 @@ async def test_a_pod_runs_once(tmp_path: Path) -> None:
         with pytest.raises(ResourceError, match=r"pod default/tiny-0 is still running \(pid \d+"):
             await twin.cluster.run(handle_signals=False)
         assert alive(about(up.pods[0])["pid"])
-
-
-def _running(pid: int) -> bool:
-    """Alive and not a zombie: whoever is its parent now may not have reaped it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return alive(pid)

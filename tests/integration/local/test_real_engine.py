@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.integration.local.harness import free_port_base
@@ -22,7 +21,6 @@ from tests.support import loopback
 from tests.support.s3_process import S3Server
 from tests.support.tiny import make_tiny
 
-pytestmark = pytest.mark.timeout(300)
 MESSAGES = [{"role": "user", "content": "My name is Ada, and I would like to hear about the bees in the garden."}]
 
 
@@ -119,18 +117,18 @@ def survives(tmp_path: Path, storage: dict[str, Any], disk: str, *flags: str) ->
         assert engram["restored_tokens"] >= first["usage"]["prompt_tokens"] - 1
         assert engram["restored_tokens"] + engram["prefilled_tokens"] == usage["prompt_tokens"]
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(240) == 0
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(120)
+            process.wait(240)
     assert json.loads((tmp_path / "xdg" / "engram" / "endpoints.json").read_text())["models"] == {}
     return str(engram["tier"])
 
 
 def stored(url: str, conversation_id: str) -> None:
     """Wait until the turn is in the durable store."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         answer = loopback.get(f"{url}/v1/snapshots", params={"conversation_id": conversation_id}, trust_env=False)
         if any("store" in item["tiers"] for item in answer.raise_for_status().json()["data"]):

@@ -23,6 +23,8 @@ MODEL: Object = {
     "spec": {"model": {"uri": "hf://org/tiny"}},
 }
 
+SOON_S = 60.0  # at once, unless the machine is busy; half of what the next regular audit would take
+
 
 def model(name: str = "tiny", **spec: Any) -> Object:
     return {**MODEL, "metadata": {**MODEL["metadata"], "name": name}, "spec": {**MODEL["spec"], **spec}}
@@ -90,14 +92,19 @@ async def running(app: App, *, fails: bool = False) -> AsyncIterator[asyncio.Tas
         yield task
     finally:
         stop.set()
-        done, _ = await asyncio.wait({task}, timeout=30)
+        done, _ = await asyncio.wait({task}, timeout=240)
         await app.kube.close()
         assert done, "the operator did not stop"
         if not fails:
             task.result()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 15.0, task: asyncio.Task[Any] | None = None) -> Any:
+def at_rest(app: App) -> bool:
+    """Nothing is being reconciled, and nothing is due."""
+    return not app.queue._busy and not app.queue.depth
+
+
+async def until(condition: Callable[[], Any], seconds: float = SOON_S, task: asyncio.Task[Any] | None = None) -> Any:
     """The condition's first true value. A task that ends first is the error."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

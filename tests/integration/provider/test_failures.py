@@ -90,11 +90,12 @@ def test_what_will_not_pass_is_not_retried(style: str, status: int, engine: Fake
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_slow_server_is_a_timeout(style: str, engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(delay=3)
+    engine.faults["m"] = Fault(delay=3600)
     with Stopwatch() as watch:
         error = failure(lambda: ask(style, api_base=engine.url, timeout=0.5))
         assert type(error) is litellm.Timeout
     assert watch.seconds < 2.5
+    assert engine.wait_chats(1)
     assert len(engine.chats()) == 1
 
 

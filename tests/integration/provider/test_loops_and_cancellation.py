@@ -55,7 +55,7 @@ def test_text_completion(engine: FakeEngine) -> None:
 
 
 async def test_a_cancelled_call_closes_the_connection(engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(delay=30)
+    engine.faults["m"] = Fault(hold=threading.Event())
     task = asyncio.create_task(litellm.acompletion(model="engram/m", messages=HI, api_base=engine.url))
     while not engine.requests:
         await asyncio.sleep(0.01)
@@ -66,7 +66,7 @@ async def test_a_cancelled_call_closes_the_connection(engine: FakeEngine) -> Non
 
 
 async def test_a_cancelled_stream_closes_the_connection(engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(pace=0.3)
+    engine.faults["m"] = Fault(hold=threading.Event())
     started = asyncio.Event()
 
     async def read() -> None:
@@ -74,7 +74,7 @@ async def test_a_cancelled_stream_closes_the_connection(engine: FakeEngine) -> N
             started.set()
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(started.wait(), 120)
+    await asyncio.wait_for(started.wait(), 240)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -82,7 +82,7 @@ async def test_a_cancelled_stream_closes_the_connection(engine: FakeEngine) -> N
 
 
 async def test_an_async_stream_left_early_closes_the_connection(engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(pace=0.3)
+    engine.faults["m"] = Fault(hold=threading.Event())
     stream = await litellm.acompletion(model="engram/m", messages=HI, api_base=engine.url, stream=True)
     async for _ in stream:
         break
@@ -94,7 +94,7 @@ async def test_an_async_stream_left_early_closes_the_connection(engine: FakeEngi
 
 @pytest.mark.parametrize("read", [0, 1])
 def test_a_stream_left_early_closes_the_connection(read: int, engine: FakeEngine) -> None:
-    engine.faults["m"] = Fault(pace=0.3)
+    engine.faults["m"] = Fault(hold=threading.Event())
     stream = litellm.completion(model="engram/m", messages=HI, api_base=engine.url, stream=True)
     for _ in range(read):
         next(stream)

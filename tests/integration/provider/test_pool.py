@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -19,7 +20,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=PooledTransport(ssl.create_default_context())) as client:
+    async with httpx.AsyncClient(transport=PooledTransport(ssl.create_default_context()), timeout=240) as client:
         yield client
 
 
@@ -33,10 +34,19 @@ async def test_one_after_another_share_one_connection(client: httpx.AsyncClient,
     assert engine.connections == 1
 
 
+async def ask_at_once(client: httpx.AsyncClient, engine: FakeEngine, calls: int) -> None:
+    """None is answered before all have arrived."""
+    engine.faults["m"] = Fault(hold=threading.Event())
+    before = len(engine.chats())
+    asked = asyncio.gather(*[ask(client, engine) for _ in range(calls)])
+    assert await asyncio.to_thread(engine.wait_chats, before + calls)
+    engine.faults["m"].hold.set()
+    await asked
+
+
 async def test_at_once_use_one_each_and_are_kept(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for _ in range(3):
-        engine.faults["m"] = Fault(delay=0.2)
-        await asyncio.gather(*[ask(client, engine) for _ in range(20)])
+        await ask_at_once(client, engine, 20)
     assert engine.connections == 20
 
 
@@ -44,9 +54,8 @@ async def test_a_limit_of_idle_ones(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "MAX_IDLE", 2)
-    engine.faults["m"] = Fault(delay=0.2)
-    await asyncio.gather(*[ask(client, engine) for _ in range(5)])
-    await asyncio.gather(*[ask(client, engine) for _ in range(5)])
+    await ask_at_once(client, engine, 5)
+    await ask_at_once(client, engine, 5)
     assert engine.connections == 5 + 3
 
 
@@ -73,9 +82,9 @@ async def test_what_the_server_closed_is_not_tried(client: httpx.AsyncClient) ->
 async def test_failures_are_httpxs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     with pytest.raises(httpx.ConnectError):
         await client.get("http://127.0.0.1:9")
-    engine.faults["m"] = Fault(delay=5)
+    engine.faults["m"] = Fault(hold=threading.Event())
     with pytest.raises(httpx.ReadTimeout):
-        await ask(client, engine, timeout=0.2)
+        await ask(client, engine, timeout=httpx.Timeout(60.0, read=0.2))
     engine.faults["m"] = Fault(drop=True)
     with pytest.raises(httpx.RemoteProtocolError):
         await ask(client, engine)

