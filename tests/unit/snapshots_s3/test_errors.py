@@ -15,6 +15,7 @@ from engram_runtime.snapshots.clock import SystemClock
 from engram_runtime.snapshots.io.s3.bodies import Upload, receive
 from engram_runtime.snapshots.io.s3.errors import Interrupted, Kind, classify
 from engram_runtime.snapshots.io.store import StoreUnavailable
+from tests.support.virtual_clock import VirtualClock
 
 
 def answer(status: int, code: str = "", headers: dict[str, str] | None = None) -> sdk.ClientError:
@@ -129,7 +130,7 @@ def test_an_upload_reads_like_its_parts_joined(
     whole = b"".join(parts)
     start, length = min(window[0], len(whole)), window[1]
     length = min(length, len(whole) - start)
-    upload = Upload([memoryview(part) for part in parts], start, length, time.monotonic() + 60, SystemClock())
+    upload = Upload([memoryview(part) for part in parts], start, length, 60.0, VirtualClock())
     assert len(upload) == length
     expected = whole[start : start + length]
     assert b"".join(upload.read(step) for step in steps) == expected[: sum(steps)]
