@@ -443,10 +443,11 @@ class Saver:
                 self._on_saved(record)
             if record.level:
                 self._shared.outcomes.succeeded()
+        # Before the end of the write: who waits for that relies on what is told here, such as the turn's new branch.
+        self._done(write.on_done, self._result(record, "; ".join(write.reasons)))
         with self._idle:
             self._backlog_bytes -= draft.nbytes
         self._write_ended()
-        self._done(write.on_done, self._result(record, "; ".join(write.reasons)))
 
     def _failed(self, write: _Write, tier: Tier, error: Exception) -> None:
         """Whatever it is, the snapshot stays on the tiers that have it, and the lane goes on."""

@@ -38,7 +38,13 @@ class Place:
 
     def _load(self) -> AsyncLLMEngine:
         config = EngineConfig(
-            str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096, **patience.ENGINE
+            str(self.path),
+            device="cpu",
+            progress=False,
+            max_num_seqs=4,
+            kv_cache_tokens=4096,
+            **patience.ENGINE,
+            **patience.ONE_SNAPSHOT,
         )
         snapshots = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, **patience.SNAPSHOTS, **self.tiers)
         return AsyncLLMEngine.from_config(config, snapshots, registry=self.counted.registry)
@@ -74,12 +80,12 @@ def service_of(running: Running) -> Snapshots:
 
 def settle(running: Running, *, stored: bool = True) -> None:
     """Until the turn was warmed up for its successor and, with `stored`, is in every tier."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + patience.SECONDS
     while running.server.state.background:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     if stored:
-        assert service_of(running).flush(240)
+        assert service_of(running).flush(patience.SECONDS)
 
 
 def looked_around(running: Running) -> dict[str, float]:

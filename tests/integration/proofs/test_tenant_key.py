@@ -21,6 +21,7 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.server.tenant_key import local_tenant_key, read_tenant_key
 from engram_runtime.snapshots.types import SnapshotConfig
 from tests.integration.proofs.places import Message, Place, post, reply, service_of, settle, user
+from tests.support import patience
 from tests.support.serving import Running
 
 FIELDS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "conversation_id": "kept"}
@@ -31,9 +32,15 @@ class KeyedPlace(Place):
     key_file: Path = Path()
 
     def _load(self) -> AsyncLLMEngine:
-        config = EngineConfig(str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096)
+        config = EngineConfig(
+            str(self.path), device="cpu", progress=False, max_num_seqs=4, kv_cache_tokens=4096, **patience.ENGINE
+        )
         snapshots = SnapshotConfig(
-            tenant_key=read_tenant_key(self.key_file), gc_interval_seconds=0, gc_grace_seconds=0, **self.tiers
+            tenant_key=read_tenant_key(self.key_file),
+            gc_interval_seconds=0,
+            gc_grace_seconds=0,
+            **patience.SNAPSHOTS,
+            **self.tiers,
         )
         return AsyncLLMEngine.from_config(config, snapshots, registry=self.counted.registry)
 
@@ -74,7 +81,7 @@ def test_replaced_under_a_running_server_and_put_back(
         service_of(running).sweep()
         service_of(running).sweep()
         assert {problem.kind for report in service_of(running).fsck() for problem in report.problems} == {"foreign"}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while "not signed with this tenant key" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.02)

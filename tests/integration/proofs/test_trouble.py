@@ -63,13 +63,19 @@ def tier(running: Running, name: str) -> dict[str, Any]:
     return found
 
 
-def in_trouble(running: Running, name: str) -> dict[str, Any]:
-    """How the tier looks, once it has noticed."""
+def in_trouble(running: Running, name: str, reason: str | None = None) -> dict[str, Any]:
+    """How the tier looks, once it has noticed: with this reason, which is that of the newest try."""
     deadline = time.monotonic() + 240
-    while (found := tier(running, name))["ready"]:
-        assert time.monotonic() < deadline
+    while (found := tier(running, name))["ready"] or reason not in (None, found["reason"]):
+        assert time.monotonic() < deadline, found
         time.sleep(0.02)
     return found
+
+
+def stop_pauses(running: Running) -> None:
+    """A tier in trouble is not tried again before somebody waits for it: a full disk may have room for a try."""
+    for each in service_of(running)._shared.tiers:  # type: ignore[attr-defined]
+        each.writes._clock = lambda: 0.0
 
 
 def heal(running: Running, name: str, chat: Chat) -> None:
@@ -79,7 +85,9 @@ def heal(running: Running, name: str, chat: Chat) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.3)
         chat.say(running, "Are you there?", stored=False)
-    chat.say(running, "Good.")
+    chat.say(running, "Good.", stored=False)
+    while not service_of(running).flush(240):  # a hasty store may fail a few times more on a busy machine
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("name", ["disk", "store"])
@@ -165,8 +173,7 @@ def test_the_disk_is_full(checkpoint: Callable[..., Path], chat: Chat, kind: str
         disk.full = True
         for text in ("What is the capital of France?", "Is it far away?"):
             assert chat.say(running, text, stored=False)["tier"] in ("gpu", "host")
-        seen = in_trouble(running, "disk")
-        assert (seen["ready"], seen["reason"]) == (False, "DiskFull")
+        seen = in_trouble(running, "disk", "DiskFull")
         assert "No space left" in seen["message"]
         disk.full = False
         heal(running, "disk", chat)
@@ -193,6 +200,7 @@ def test_a_really_full_disk(checkpoint: Callable[..., Path], chat: Chat, kind: s
     """A tmpfs of 192 KiB: chats long after the last byte is taken, and nothing on it is torn."""
     place = Place(checkpoint(kind), {"store_uri": f"file://{tiny_disk}/store"})
     with place.serve(drain_timeout=1.0) as running:
+        stop_pauses(running)
         deadline = time.monotonic() + 240
         while tier(running, "store")["ready"]:
             assert time.monotonic() < deadline

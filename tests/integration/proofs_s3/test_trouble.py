@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from engram_runtime.snapshots.io.s3 import store as s3_store
 from tests.integration.proofs.places import Place, service_of
 from tests.integration.proofs.test_trouble import Chat, chat, heal, in_trouble, tier
 from tests.support.bucket_site import Bucket
 from tests.support.s3_faults import FaultProxy, faulty
+from tests.support.virtual_clock import VirtualClock
 
 __all__ = ["chat"]
 
@@ -33,10 +35,21 @@ def proxy(bucket: Bucket) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def place(checkpoint: Callable[..., Path], kind: str, bucket: Bucket, proxy: FaultProxy) -> Place:
-    """A server that reaches the bucket through the proxy, and is not patient."""
-    hasty = replace(bucket.options, endpoint_url=proxy.url, deadline_seconds=2.0, read_timeout_seconds=1.0)
-    return Place(checkpoint(kind), Bucket(bucket.server, hasty).fields)
+def place(
+    checkpoint: Callable[..., Path],
+    kind: str,
+    bucket: Bucket,
+    proxy: FaultProxy,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Place:
+    """A server that reaches the bucket through the proxy and tries a few times: by a clock that nobody waits for, so
+    that a busy machine is no trouble. Only silence ends with a socket's own time limit."""
+    monkeypatch.setattr(s3_store, "SystemClock", VirtualClock)
+    silent = request.node.callspec.params.get("fault") == "no answer"
+    limits = {"deadline_seconds": 0.3, "read_timeout_seconds": 1.0} if silent else {"deadline_seconds": 2.0}
+    brief = replace(bucket.options, endpoint_url=proxy.url, **limits)
+    return Place(checkpoint(kind), Bucket(bucket.server, brief).fields)
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(name, ("dense", "hybrid")[i % 2]) for i, name in enumerate(FAULTS)])
@@ -53,9 +66,7 @@ def test_away_for_a_whole_conversation(
             assert (told["tier"] in ("gpu", "host")) == (told["restored_tokens"] > 0) == (told["turn_number"] > 1)
             assert told["restore_failed"] == bool(told["restore_error"]) == (told["turn_number"] == 1)
             assert proxy.url not in str(told["restore_error"])
-        seen = in_trouble(running, "store")
-        assert seen["reason"] == reason
-        assert seen["message"]
+        assert in_trouble(running, "store", reason)["message"]
         proxy.clear()
         heal(running, "store", chat)
         assert all(report.ok for report in service_of(running).fsck())
@@ -74,7 +85,7 @@ def test_away_in_the_middle_and_never_back(
         proxy.inject("drop")
         for text in ("What is the capital of France?", "Is it far away?"):
             assert chat.say(running, text, stored=False)["tier"] in ("gpu", "host")
-        assert in_trouble(running, "store")["reason"] == "ConnectionLost"
+        assert in_trouble(running, "store", "ConnectionLost")
     with Place(checkpoint(kind), bucket.fields).serve() as running:
         told = chat.say(running, "What did I ask first?")
         assert (told["tier"], told["restore_failed"]) == ("store", False)

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(moto: S3Server, folder: Path) -> Iterator[S3Store]:
-    opened = open_store(replace(moto.options(folder, moto.bucket()), deadline_seconds=5.0))
+    opened = open_store(moto.options(folder, moto.bucket()))
     yield opened
     opened.close()
 

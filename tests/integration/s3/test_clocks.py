@@ -13,6 +13,7 @@ import pytest
 
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.types import Fetched, SnapshotConfig
+from tests.support import patience
 from tests.support.s3_process import S3Server, open_store
 from tests.support.snapshots import HYBRID, KEY, Device, World, tokens
 
@@ -27,7 +28,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> S3Options:
 
 def replica(root: Path, options: S3Options, device: Device, hours: float, grace: float = HOUR) -> World:
     root.mkdir()
-    config = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, gc_grace_seconds=grace)
+    config = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, gc_grace_seconds=grace, **patience.SNAPSHOTS)
     now = time.time() + hours * HOUR
     return World(root, HYBRID, config, disk=False, device=device, shared_store=open_store(options), now=now)
 

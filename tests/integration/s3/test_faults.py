@@ -6,6 +6,7 @@ limits and deadlines end is tried by the real one.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from tests.support.virtual_clock import VirtualClock
 
 DEADLINE = 0.7  # of the hasty store, for faults that last
 HASTY_TIMEOUT = 0.2
+ALERT_TIMEOUT = 0.5
 CONNECT_TIMEOUT = 3.0  # of the hasty store; also what sending one block may take
 PART = 5 * MIB
 LARGE = PART + MIB  # two parts
@@ -44,7 +46,6 @@ def options(moto: S3Server, proxy: FaultProxy, tmp_path_factory: pytest.TempPath
     return replace(
         made,
         endpoint_url=proxy.url,
-        read_timeout_seconds=0.5,
         range_bytes=256 * 1024,
         part_bytes=PART,
         multipart_from_bytes=PART,
@@ -54,7 +55,11 @@ def options(moto: S3Server, proxy: FaultProxy, tmp_path_factory: pytest.TempPath
 @dataclass(frozen=True)
 class Opened:
     patient: S3Store
-    """With time to try again, by a clock that nobody waits for."""
+    """With time to try again, by a clock that nobody waits for; its sockets have a minute."""
+    alert: S3Store
+    """The same, with sockets that soon take silence for silence."""
+    unhurried: S3Store
+    """The same, ten times as late."""
     brief: S3Store
     """With little time, by the same clock; its sockets have a minute."""
     hasty: S3Store
@@ -65,16 +70,19 @@ class Opened:
 @pytest.fixture(scope="module")
 def opened(options: S3Options) -> Iterator[Opened]:
     clock = VirtualClock()
-    brief = replace(options, read_timeout_seconds=60.0, deadline_seconds=DEADLINE)
+    alert = replace(options, read_timeout_seconds=ALERT_TIMEOUT)
+    brief = replace(options, deadline_seconds=DEADLINE)
     hasty = replace(brief, connect_timeout_seconds=CONNECT_TIMEOUT, read_timeout_seconds=HASTY_TIMEOUT)
-    found = Opened(open_store(options, clock), open_store(brief, clock), open_store(hasty), clock)
-    found.patient.probe()
-    found.brief.probe()
+    unhurried = replace(options, read_timeout_seconds=10 * ALERT_TIMEOUT)
+    timeless = [open_store(each, clock) for each in (options, alert, unhurried, brief)]
+    for store in timeless:
+        store.probe()
+    found = Opened(*timeless, open_store(hasty), clock)
     while not found.hasty.report:  # a busy machine may need more than one of its deadlines
         with suppress(StoreUnavailable):
             found.hasty.probe()
     yield found
-    for store in (found.patient, found.brief, found.hasty):
+    for store in (*timeless, found.hasty):
         store.close()
 
 
@@ -210,9 +218,17 @@ def test_silence_ends_within_the_deadline(hasty: S3Store, key: str, proxy: Fault
     ],
 )
 def test_one_failure_is_not_seen(
-    store: S3Store, key: str, proxy: FaultProxy, action: str, settings: dict[str, object], call: str
+    store: S3Store,
+    opened: Opened,
+    key: str,
+    proxy: FaultProxy,
+    action: str,
+    settings: dict[str, object],
+    call: str,
 ) -> None:
     """Also when the server did it and the answer was lost: a repeated swap is not a conflict with itself."""
+    if action == "silence":  # an answer to the second try that is late, too, makes a third, of which this would see
+        store = opened.unhurried if call == "put_if_absent" else opened.alert
     proxy.inject(action, times=1, **settings)  # type: ignore[arg-type]
     if call == "put_if_absent" and action == "lose_answer":
         with pytest.raises(Conflict):  # the key is there: true, and harmless for immutable objects
@@ -285,14 +301,10 @@ def test_multipart_that_fails_leaves_nothing(
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=options.bucket)
 
 
-def test_one_part_is_sent_again_alone(store: S3Store, proxy: FaultProxy, options: S3Options) -> None:
-    calm = open_store(replace(options, read_timeout_seconds=60.0))  # a slow answer is no reason to send a part again
-    calm.probe()  # it sends a part too
-    proxy.clear()
+def test_one_part_is_sent_again_alone(store: S3Store, proxy: FaultProxy) -> None:
     proxy.inject("answer", status=503, code="SlowDown", path="partNumber=2", times=1)
     fresh, data = kv_key(space()), noise(2 * PART + 1)
-    calm.put(fresh, [data])
-    calm.close()
+    store.put(fresh, [data])
     assert proxy.count("PUT", "partNumber=1") + proxy.count("PUT", "partNumber=3") == 2
     assert proxy.count("PUT", "partNumber=2") == 2
     assert store.get(fresh) == data
@@ -330,18 +342,21 @@ def test_a_swap_whose_answer_was_lost_and_that_was_built_upon_is_a_conflict(
 ) -> None:
     """It was carried out, and nothing of it can be seen any more: only its writer can know, from what it wrote."""
     other = open_store(replace(options, endpoint_url=moto.url))
+    other.probe()
     ref = ref_key(space())
     tag = store.compare_and_swap(ref, b"1", None)
     proxy.inject("lose_answer", times=1, method="PUT")
-    proxy.inject("answer", status=503, code="SlowDown", method="PUT")
+    built_upon = threading.Event()
+    proxy.inject("answer", status=503, code="SlowDown", method="PUT", times=1, hold=built_upon)
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(store.compare_and_swap, ref, b"1 mine", tag)
         while proxy.injected < 2:
+            assert not mine.done()
             time.sleep(0.005)
         data, now = other.get_tagged(ref)
         assert data == b"1 mine"
         other.compare_and_swap(ref, data + b" other", now)
-        proxy.clear()
+        built_upon.set()
         with pytest.raises(Conflict):
             mine.result()
     assert store.get(ref) == b"1 mine other"

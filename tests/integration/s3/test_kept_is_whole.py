@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from engram_runtime.snapshots.clock import Clock
 from engram_runtime.snapshots.io.s3.options import S3Options
 from engram_runtime.snapshots.types import Miss, SnapshotConfig, StateLayout
 from tests.support import patience
 from tests.support.s3_faults import FaultProxy, faulty
 from tests.support.s3_process import S3Server, open_store
 from tests.support.snapshots import DENSE, HYBRID, KEY, Device, World, tokens
+from tests.support.virtual_clock import VirtualClock
 
 LARGE = StateLayout(1, 2, 512, "float32")  # 8 KiB a token: a turn takes several parts
 CONFIG = SnapshotConfig(tenant_key=KEY, gc_interval_seconds=0, gc_grace_seconds=3600.0, **patience.SNAPSHOTS)
@@ -40,7 +42,7 @@ class Replicas:
         self._open: list[World] = []
         self._devices: dict[StateLayout, Device] = {}
 
-    def add(self, layout: StateLayout, options: S3Options, **more: Any) -> World:
+    def add(self, layout: StateLayout, options: S3Options, clock: Clock | None = None, **more: Any) -> World:
         root = self._root / str(len(self._open))
         root.mkdir()
         device = next((world.device for world in self._open), None) or Device(layout)
@@ -50,7 +52,7 @@ class Replicas:
             CONFIG,
             disk=False,
             device=device,
-            shared_store=open_store(options),
+            shared_store=open_store(options, clock),
             **more,
         )
         self._open.append(world)
@@ -113,15 +115,17 @@ def test_a_half_written_multipart_upload(
 ) -> None:
     """A writer that dies between two parts, and so cannot take back the first: nothing of the turn is seen."""
     small = replace(options, part_bytes=5 << 20, multipart_from_bytes=5 << 20)
-    hasty = replace(small, endpoint_url=proxy.url, deadline_seconds=1.0, read_timeout_seconds=0.5)
+    brief = replace(small, endpoint_url=proxy.url, deadline_seconds=1.0)
     prompt = tokens(1000)
-    dying = replicas.add(LARGE, hasty)
+    dying = replicas.add(LARGE, brief, VirtualClock())
+    for tier in dying.service._shared.tiers:  # once it is given up, it is tried again when somebody waits for that
+        tier.writes._clock = lambda: 0.0
     dying.save(prompt[:20])  # the probe is over
     proxy.inject("drop", path="partNumber=2")
     proxy.inject("drop", method="DELETE")
     lost = dying.capture(prompt[:900], turn=2)
     dying.service.save(lost)
-    assert not dying.service.flush(2.5)
+    assert not dying.service.flush(240)
     client = moto.client()
     begun = {upload["Key"] for upload in client.list_multipart_uploads(Bucket=options.bucket)["Uploads"]}
     assert begun
@@ -145,7 +149,7 @@ def test_a_half_written_multipart_upload(
 def test_a_bucket_that_is_deleted_and_made_again(moto: S3Server, options: S3Options, replicas: Replicas) -> None:
     """Its content is gone for good; the conversation is not, and the next turn stores all of it once more."""
     prompt = tokens(400)
-    writer = replicas.add(HYBRID, replace(options, deadline_seconds=1.0))
+    writer = replicas.add(HYBRID, options)
     first = writer.save(prompt[:300])
     client = moto.client()
     for item in client.list_objects_v2(Bucket=options.bucket)["Contents"]:

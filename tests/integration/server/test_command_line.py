@@ -83,6 +83,11 @@ def home(tmp_path_factory):
 BODY = {"model": "tiny-llama", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
 
 
+def in_store(url, boundary):
+    rows = loopback.get(f"{url}/v1/snapshots", params={"conversation_id": "c"}).json()["data"]
+    return any("store" in row["tiers"] and row["boundary"] == boundary for row in rows)
+
+
 def test_the_life_of_a_server(processes, model, home):
     """Up while it loads, killed, back with its memory, drained; snapshots by both ways of looking at them."""
     store = f"file://{home}/store"
@@ -93,16 +98,15 @@ def test_the_life_of_a_server(processes, model, home):
         server.wait()
         assert "loading weights" in server.output()
         first = loopback.post(
-            f"{server.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"}, timeout=120
+            f"{server.url}/v1/chat/completions", json={**BODY, "conversation_id": "c"}, timeout=240
         ).json()
-        deadline = time.monotonic() + 120
-        while not (listed := engram("snapshots", "ls", "--base-url", server.url, "--json").stdout):
-            assert time.monotonic() < deadline
-        row = json.loads(listed.splitlines()[0])
-        assert (row["conversation_id"], row["turn_number"]) == ("c", 1)
-        while "store" not in loopback.get(f"{server.url}/v1/snapshots/{row['id']}").json()["tiers"]:
+        deadline = time.monotonic() + 240
+        while not in_store(server.url, "next_history"):  # the last that the turn leaves behind
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        listed = engram("snapshots", "ls", "--base-url", server.url, "--json").stdout
+        row = json.loads(listed.splitlines()[0])
+        assert (row["conversation_id"], row["turn_number"]) == ("c", 1)
         server.process.kill()
         server.process.wait()
     offline = engram("snapshots", "ls", "--store", store, "--tenant-key-file", key, "--json")
@@ -115,7 +119,7 @@ def test_the_life_of_a_server(processes, model, home):
     with Serving(processes, model, home, "--snapshot-store", store) as server:
         server.wait()
         body = {**BODY, "messages": [{"role": "user", "content": "More"}], "restore_from": "c:1"}
-        second = loopback.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+        second = loopback.post(f"{server.url}/v1/chat/completions", json=body, timeout=240).json()
         assert second["engram"]["tier"] == "store"
         assert second["engram"]["restored_tokens"] > first["usage"]["prompt_tokens"]
         chat = engram("chat", "--base-url", server.url, "--stats", "--max-tokens", 4, stdin="Hello\nMore\n")
@@ -124,7 +128,7 @@ def test_the_life_of_a_server(processes, model, home):
         fsck = engram("snapshots", "fsck", "--base-url", f"http://127.0.0.1:{server.admin_port}")
         assert (fsck.returncode, "0 problems" in fsck.stdout) == (0, True), fsck.stdout
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
+        assert server.process.wait(240) == 0
     fsck = engram("snapshots", "fsck", "--store", store, "--tenant-key-file", key)
     assert (fsck.returncode, "0 problems" in fsck.stdout) == (0, True), fsck.stdout
     assert engram("snapshots", "rm", row["id"], "--store", store, "--tenant-key-file", key).returncode == 0
@@ -143,7 +147,7 @@ def test_signals(processes, model, home):
                 time.sleep(0.01)
             with Stopwatch() as watch:
                 server.process.send_signal(signal.SIGTERM)
-                assert server.process.wait(120) == 130
+                assert server.process.wait(240) == 130
             assert watch.seconds < 10
 
 
@@ -151,7 +155,7 @@ def test_sigterm_while_loading(processes, model, home):
     with Serving(processes, model, home, cold=True) as server:
         server.wait("/health/live")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
+        assert server.process.wait(240) == 0
 
 
 SLOW_LOAD = """

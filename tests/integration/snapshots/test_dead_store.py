@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from engram_runtime.errors import SnapshotError
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.store import StoreUnavailable
+from engram_runtime.snapshots.tiers import MeteredStore
 from engram_runtime.snapshots.types import TierStatus
 from tests.support.snapshots import RecordingStore, World, tokens
 
@@ -33,7 +35,7 @@ def status(world: World, tier: str) -> TierStatus:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -48,7 +50,7 @@ def test_a_drain_does_not_wait_for_a_dead_store(make_world: Callable[..., World]
     assert not world.service.flush(600)
     assert time.monotonic() - started < 60
     store.fail = None
-    assert world.service.flush(30)  # the pause is not waited for either
+    assert world.service.flush(240)  # the pause is not waited for either
     assert len(world.service.list("default").items) == 3
 
 
@@ -63,7 +65,7 @@ def test_a_drain_waits_for_a_store_that_only_stumbles(make_world: Callable[..., 
 
     store.fail = stumble
     world.service.save(world.capture(PROMPT))
-    assert world.service.flush(60)
+    assert world.service.flush(240)
 
 
 def test_a_disk_that_is_back_gets_what_it_missed(make_world: Callable[..., World], tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_users_are_not_told_addresses(make_world: Callable[..., World], store: R
     kept = world.save(PROMPT[:200])
     lost = world.capture(PROMPT[:250], "other", durable=False)
     world.service.save(lost)
-    assert world.service.gathered(30)
+    assert world.service.gathered(240)
     world.only_host()
     store.fail = dead
     told = [
@@ -108,18 +110,42 @@ def test_users_are_not_told_addresses(make_world: Callable[..., World], store: R
     assert ADDRESS in status(world, "store").message
 
 
-def test_the_store_says_what_it_holds(make_world: Callable[..., World], store: RecordingStore) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until a service that has begun says what it found in its store; what is written meanwhile is not in it."""
+    said = threading.Semaphore(0)
+    holds = MeteredStore.holds
+
+    def tell(self: MeteredStore, objects: int, nbytes: int) -> None:
+        holds(self, objects, nbytes)
+        if threading.current_thread().name == "engram-snapshots":
+            said.release()
+
+    monkeypatch.setattr(MeteredStore, "holds", tell)
+
+    def wait() -> None:
+        assert said.acquire(timeout=240)
+
+    return wait
+
+
+def test_the_store_says_what_it_holds(
+    make_world: Callable[..., World], store: RecordingStore, counted: Callable[[], None]
+) -> None:
     world = make_world("dense", disk=False, shared_store=store)
+    counted()
     world.save(PROMPT)
     written = status(world, "store")
     assert written.objects == 2
     assert written.bytes > world.layout.kv_bytes_per_token * len(PROMPT)
     world.start()
-    wait_for(lambda: status(world, "store").objects == 2)
+    counted()
+    assert status(world, "store").objects == 2
     assert status(world, "store").bytes >= written.bytes
     world.service.delete("default", world.service.resolve("default", "c").snapshot_id)
     world.config = replace(world.config, gc_grace_seconds=0)
     world.start()
+    counted()
     world.service.sweep()
     world.service.sweep()
     assert status(world, "store").objects == 0

@@ -291,6 +291,7 @@ def test_age_is_renewed_by_use(make_world: Callable[..., World]) -> None:
     used, unused = world.save(PROMPT[:90], "used"), world.save(PROMPT[200:290], "unused")
     assert world.now is not None
     world.now += 9_000
+    time.sleep(0.02)  # the grain of file times
     world.check(world.find(PROMPT[:100], conversation_id="used"), used)
     assert world.service._saver.wait(240)
     for root in (world.disk_path, world.store_path):  # file times are the machine's clock: move them along

@@ -52,7 +52,7 @@ def test_copied_to_a_tier_that_lacks_it(make_world: Callable[..., World]) -> Non
     world.disk = True
     world.only_host()
     assert isinstance(world.find([*PROMPT, 7, 1], candidates=(290,), needs_state=True), Fetched)
-    assert world.service._saver.wait(30)
+    assert world.service._saver.wait(240)
     world.store = False
     world.only_host()
     expect_start(world, world.find(STRANGER, candidates=(START,), needs_state=True), capture)
@@ -93,6 +93,6 @@ def test_a_state_without_its_place_is_not_kept(make_world: Callable[..., World])
     world = make_world("hybrid", disk=False)
     capture = world.capture(PROMPT, start_slot=2, slot=1)
     world.service.save(replace(capture, user_start=None))
-    assert world.service.flush(30)
+    assert world.service.flush(240)
     record = world.service.get("default", capture.snapshot_id)
     assert record.bytes == HYBRID.kv_bytes_per_token * 290 + HYBRID.state_bytes + 4 * 290

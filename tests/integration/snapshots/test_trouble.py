@@ -15,7 +15,7 @@ import pytest
 from engram_runtime.errors import NotFound, SnapshotError
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.store import StoreUnavailable
-from engram_runtime.snapshots.types import Fetched, Miss, TierStatus
+from engram_runtime.snapshots.types import Fetched, Miss, SaveResult, TierStatus
 from tests.integration.snapshots.faults import (
     FIRST,
     PROMPT,
@@ -93,11 +93,12 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def test_a_really_full_disk(tiny_disk: Path, tmp_path: Path) -> None:
     world = World(tmp_path, DENSE, disk_store=LocalStore(tiny_disk / "disk"))
+    stop_pauses(world)  # what was not written leaves room for a try, and a tier that passes it is ready for a moment
     try:
         saves = []
         for number in range(8):
@@ -180,6 +181,7 @@ def test_store_away_then_back(tmp_path: Path, make_world: Callable[..., World]) 
     world.service.save(second)
     third = world.capture(PROMPT[:390], turn=3, parent=second.snapshot_id)
     world.service.save(third)
+    assert world.service.gathered(240)
     deadline = time.monotonic() + 240
     while tier(world, "store").ready and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -342,6 +344,23 @@ def test_close_releases_what_waits(make_world: Callable[..., World]) -> None:
     assert late.snapshot_id in world.released
 
 
+def test_who_waits_for_saves_has_been_told_how_they_ended(make_world: Callable[..., World]) -> None:
+    """On which branch a turn is, for one: its next turn, which comes after the wait, must go on there."""
+    world = make_world("dense")
+    capture = world.capture(PROMPT[:FIRST])
+    told, tell = threading.Event(), capture.on_done
+
+    def late(result: SaveResult) -> None:
+        told.wait(0.5)
+        assert tell is not None
+        tell(result)
+
+    capture.on_done = late
+    world.service.save(capture)
+    assert world.service.flush(240)
+    assert world.results[capture.snapshot_id].tiers == ("host", "disk", "store")
+
+
 def test_one_read_for_many_requests(tmp_path: Path, make_world: Callable[..., World]) -> None:
     spy = RecordingStore(LocalStore(tmp_path / "store"))
     world = make_world("hybrid", disk=False, shared_store=spy)
@@ -376,15 +395,22 @@ def test_errors_that_callers_see_are_snapshot_errors(tmp_path: Path, make_world:
     assert world.service.list("default").items == []
 
 
-def test_a_tier_that_answers_again_is_back_within_seconds(make_world: Callable[..., World]) -> None:
+def test_a_tier_that_answers_again_is_back_within_seconds(tmp_path: Path, make_world: Callable[..., World]) -> None:
     """However long it was away, whatever it was that failed, and though nobody saves or restores."""
-    world = make_world("dense", disk=False)
+    spy = RecordingStore(LocalStore(tmp_path / "store"))
+    world = make_world("dense", disk=False, shared_store=spy)
     (store,) = world.service._shared.tiers
+
+    def away(call: str, key: str) -> None:
+        raise StoreUnavailable("Timeout", "no answer")
+
     for failing in ((store.writes, store.reads), (store.reads,), (store.writes,)):
+        spy.fail = away
         for breaker in failing:
             for _ in range(12):
                 breaker.failed("Timeout", "no answer")
         assert (tier(world, "store").ready, tier(world, "store").reason) == (False, "Timeout")
+        spy.fail = None
         with Stopwatch() as watch:
             while not tier(world, "store").ready:
                 assert watch.whole < 240
