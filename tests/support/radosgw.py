@@ -77,7 +77,8 @@ def missing() -> str | None:
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking and os.geteuid() == 0 and shutil.which("apt-get") is not None:
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+        patient = ["-o", "DPkg::Lock::Timeout=240"]  # a machine that has just begun may be installing by itself
+        command = ["apt-get", "install", *patient, "-y", "-qq", "--no-install-recommends", *PACKAGES]
         subprocess.run(command, env=environment, capture_output=True, timeout=600, check=False)
         lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:

@@ -129,8 +129,21 @@ def test_after_a_restore_at_each_boundary(
 def test_in_a_crowd(
     checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle], family: str, tier: str, tmp_path: Path
 ) -> None:
-    """Several conversations at a time in a small cache: chunks, orders, preemptions and restores as they come."""
-    seed = TIERS.index(tier)
+    """Several conversations at a time in a small cache: chunks, orders, preemptions and restores as they come. They
+    come nearly always; where a busy machine lets one request wait for the other's end, once more."""
+    for attempt in range(5):
+        seed = TIERS.index(tier) + len(TIERS) * attempt
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        restored, preempted = crowd(checkpoint(family), oracle(family), tier, folder, seed)
+        if restored > 150 and preempted:
+            break
+    assert restored > 150
+    assert preempted
+
+
+def crowd(path: Path, oracle: Oracle, tier: str, folder: Path, seed: int) -> tuple[int, int]:
+    """Tokens restored from the tier, and preemptions."""
     chooser = random.Random(seed)
     config = {
         "max_model_len": 192,
@@ -139,7 +152,7 @@ def test_in_a_crowd(
         "max_num_seqs": 3,
         "swap_bytes": chooser.choice([0, 1 << 24]),
     }
-    with Site(checkpoint(family), tier, tmp_path, config=config) as site:
+    with Site(path, tier, folder, config=config) as site:
         talks = [Talk(site, f"talk {number}") for number in range(4)]
         restored = preempted = 0
         for number in range(4):
@@ -154,7 +167,7 @@ def test_in_a_crowd(
                 [(prompt, greedy(count), spec) for prompt, count, spec in zip(prompts, counts, specs, strict=True)]
             )
             for talk, prompt, output in zip(talks, prompts, outputs, strict=True):
-                judge(oracle(family), prompt, output)
+                judge(oracle, prompt, output)
                 told = report(output)
                 # Refused where others hold the memory; never for any other reason.
                 assert told.restore_error in (None, "no free blocks on the GPU", "no free state slot on the GPU")
@@ -164,8 +177,7 @@ def test_in_a_crowd(
             stats = site.core.stats()
             preempted += stats.preemptions_swapped + stats.preemptions_recomputed
             site.core.check_integrity()
-        assert restored > 150
-        assert preempted
+        return restored, preempted
 
 
 def test_real_weights(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def test_another_tenant_finds_nothing(
         refused = send(running, messages[-1:], key=mallory, conversation_id="secret", delta=True)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "need_full_history")
 
-        with httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {mallory}"}) as http:
+        client = httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {mallory}"}, timeout=240)
+        with client as http:
             assert http.get("/v1/snapshots").json()["data"] == []
             assert http.get("/v1/snapshots", params={"conversation_id": "secret"}).json()["data"] == []
             assert http.get("/v1/snapshots/events").json()["data"] == []

@@ -89,13 +89,13 @@ class Child:
         return sum(tier.holds() for tier in self.tiers)
 
     def stored(self, conversation: str, turn: int) -> dict[str, Any]:
-        """Wait until the server says that it has stored the turn with its answer."""
+        """Wait until the server says that it has stored the turn with its answer, as the next one will render it."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             page = loopback.get(f"{self.url}/v1/snapshots", params={"conversation_id": conversation}).json()["data"]
             for item in page:
-                after = item["boundary"] in ("turn_end", "next_history")
-                if after and item["turn_number"] == turn and "store" in item["tiers"]:
+                stored = item["boundary"] == "next_history" and "store" in item["tiers"]
+                if stored and item["turn_number"] == turn:
                     found: dict[str, Any] = item
                     return found
             time.sleep(0.02)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.integration.proofs.places import Message, Place, post, reply, service_of, settle, user
+from tests.support import loopback
 from tests.support.bucket_site import Bucket
 from tests.support.serving import Running
 
@@ -24,7 +23,7 @@ def say(running: Running, messages: list[Message], text: str) -> dict[str, Any]:
 
 
 def get(running: Running, path: str, **query: str) -> Any:
-    answer = httpx.get(f"{running.url}/v1/snapshots{path}", params=query)
+    answer = loopback.get(f"{running.url}/v1/snapshots{path}", params=query)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

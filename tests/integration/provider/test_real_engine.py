@@ -86,8 +86,34 @@ def published(server: Engine) -> None:
     )
 
 
+def rows_of(server: Engine, conversation_id: str) -> list[dict[str, Any]]:
+    answer = loopback.get(f"{server.url}/v1/snapshots", params={"conversation_id": conversation_id})
+    rows: list[dict[str, Any]] = answer.json()["data"]
+    return rows
+
+
+def wait_until_warm(server: Engine, conversation_id: str, turn: int) -> None:
+    """Until the turn has left behind the last that it does: what its successor goes on from."""
+    end = time.monotonic() + 240
+    while (turn, "next_history") not in {
+        (row["turn_number"], row["boundary"]) for row in rows_of(server, conversation_id)
+    }:
+        assert time.monotonic() < end, "turns are saved in the background, but soon"
+        time.sleep(0.02)
+
+
+def wait_until_stored(server: Engine, conversation_id: str) -> None:
+    end = time.monotonic() + 240
+    while True:
+        rows = rows_of(server, conversation_id)
+        if any("disk" in row["tiers"] for row in rows):
+            return
+        assert time.monotonic() < end, "turns are saved in the background, but soon"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("style", STYLES)
-def test_only_new_tokens_are_computed(style: str) -> None:
+def test_only_new_tokens_are_computed(style: str, server: Engine) -> None:
     messages: list[Any] = [{"role": "user", "content": f"a story, told {style}"}]
     conversations = set()
     for turn in range(1, 4):
@@ -99,6 +125,7 @@ def test_only_new_tokens_are_computed(style: str) -> None:
         if turn > 1:
             assert 0 < out.usage.prompt_tokens - out.engram["tokens_saved"] < 30
         messages += [out.message, {"role": "user", "content": "go on"}]
+        wait_until_warm(server, out.engram["conversation_id"], turn)
     assert len(conversations) == 1
 
 
@@ -140,15 +167,11 @@ def test_errors_are_litellms() -> None:
 
 def test_the_snapshot_calls(server: Engine) -> None:
     messages: list[Any] = [{"role": "user", "content": "to be kept"}]
-    for _ in range(2):
+    for turn in (1, 2):
         out = ask("sync", messages, conversation_id="kept", **OPTIONS)
         messages += [out.message, {"role": "user", "content": "more"}]
+        wait_until_warm(server, "kept", turn)
     with SyncSnapshotClient(server.url) as client:
-        end = time.monotonic() + 240
-        # The last of all that the two turns leave behind.
-        while (2, "next_history") not in {(row["turn_number"], row["boundary"]) for row in rows_of(server, "kept")}:
-            assert time.monotonic() < end, "turns are saved in the background, but soon"
-            time.sleep(0.1)
         assert {snapshot.turn_number for snapshot in client.list_snapshots("kept")} == {1, 2}
         saved = client.save_snapshot("kept", turn_number=2, tag="mine", pin=True)
         assert saved.turn_number == 2
@@ -160,22 +183,6 @@ def test_the_snapshot_calls(server: Engine) -> None:
         assert restored.restore_time_ms > 0
         assert client.delete_snapshot("kept").count >= 2
         assert client.list_snapshots("kept") == []
-
-
-def rows_of(server: Engine, conversation_id: str) -> list[dict[str, Any]]:
-    answer = loopback.get(f"{server.url}/v1/snapshots", params={"conversation_id": conversation_id})
-    rows: list[dict[str, Any]] = answer.json()["data"]
-    return rows
-
-
-def wait_until_stored(server: Engine, conversation_id: str) -> None:
-    end = time.monotonic() + 240
-    while True:
-        rows = rows_of(server, conversation_id)
-        if any("disk" in row["tiers"] for row in rows):
-            return
-        assert time.monotonic() < end, "turns are saved in the background, but soon"
-        time.sleep(0.02)
 
 
 def test_a_conversation_survives_a_kill_within_one_call(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
