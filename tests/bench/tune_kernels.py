@@ -2,8 +2,10 @@
 
     PYTHONPATH=kernels:. python tests/bench/tune_kernels.py [--parts decode,chunk,prefill,scan,experts]
 
-A candidate replaces the tuning lookup of its kernel module for the length of a measurement. Its output is compared with
-a higher precision before it is timed. Winners minimise the sum of times relative to the best over the listed shapes.
+These are the entries for shapes that no table lists; `engram autotune` searches those of one model. A candidate
+takes the place of what its kernel module asks for parameters, for the length of a measurement. Its output is compared
+with a higher precision before it is timed. Winners minimise the sum of times relative to the best over the listed
+shapes.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Any
 import torch
 
 from engram_kernels.experts import kernel as experts_kernel
+from engram_kernels.experts.plan import SMALL_PAIRS, Choice, Direct, Grouped, Small
 from engram_kernels.experts.reference import experts as experts_reference
 from engram_kernels.paged_attention import kernel as attention
+from engram_kernels.paged_attention.plan import Split, Tile
 from engram_kernels.route.reference import route
 from engram_kernels.ssd_scan import kernel as scan_kernel
 from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
@@ -32,14 +36,18 @@ Config = dict[str, Any]
 Case = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], list[Callable[[], object]]]
 
 
-def search(module: Any, configs: list[Config], cases: dict[str, Case], limit: float) -> Config:
+Make = Callable[..., Any]
+"""(candidate, what the kernel asks with) -> its parameters."""
+
+
+def search(module: Any, asks: str, make: Make, configs: list[Config], cases: dict[str, Case], limit: float) -> Config:
     """Time every right configuration on every case; print the best of each case and return the best of all."""
-    plain = module.tuned
+    plain = getattr(module, asks)
     times: dict[int, dict[str, float]] = {}
     expected = {name: reference() for name, (_, reference, _) in cases.items()}
     try:
         for number, config in enumerate(configs):
-            module.tuned = lambda op, shape, config=config: {"tokens": 0, **config}
+            setattr(module, asks, functools.partial(make, config))
             found = {}
             for name, (checked, _, calls) in cases.items():
                 try:
@@ -54,7 +62,7 @@ def search(module: Any, configs: list[Config], cases: dict[str, Case], limit: fl
             if len(found) == len(cases):
                 times[number] = found
     finally:
-        module.tuned = plain
+        setattr(module, asks, plain)
     for name in cases:
         ranked = sorted(times, key=lambda number: times[number][name])[:4]
         print(name, [(round(times[n][name], 1), list(configs[n].values())) for n in ranked], flush=True)
@@ -80,6 +88,14 @@ def _attention_case(pool: torch.Tensor, seqs: list[tuple[int, int]], heads: int,
     )
 
 
+def _split(config: Config, *shape: object) -> Split:
+    return Split(**config)
+
+
+def _tile(config: Config, *shape: object) -> Tile:
+    return Tile(**config)
+
+
 def _pool(pages: int) -> torch.Tensor:
     return torch.randn(2, pages, 8, 16, 128, device="cuda", dtype=BF16)
 
@@ -99,7 +115,7 @@ def decode(size: str, batch: int, contexts: tuple[int, ...]) -> Config:
         for waves in ((1, 2, 4, 8) if batch <= 8 else (1, 2, 4))
         for merge in ((16, 64) if batch == 1 else (16,))
     ]
-    return {f"size={size},rows=16": search(attention, configs, cases, 6e-3)}
+    return {f"size={size},rows=16": search(attention, "split_plan", _split, configs, cases, 6e-3)}
 
 
 def chunk() -> Config:
@@ -113,7 +129,7 @@ def chunk() -> Config:
             for keys, stages, warps in ((64, 2, 4), (64, 3, 4), (32, 3, 4), (128, 2, 8), (64, 2, 8), (128, 2, 4))
             for waves in (1, 2, 4)
         ]
-        found[f"size={size},rows=64"] = search(attention, configs, cases, 6e-3)
+        found[f"size={size},rows=64"] = search(attention, "split_plan", _split, configs, cases, 6e-3)
     return {"paged_attention.split_kv chunk": found}
 
 
@@ -125,12 +141,13 @@ def prefill() -> Config:
     configs = [
         {"queries": queries, "keys": keys, "stages": stages, "warps": warps, "ahead": ahead}
         for queries, keys, stages, warps in tiles
-        for ahead in (0, 1)
+        for ahead in (False, True)
     ]
     plain = attention.capability
     attention.capability = lambda tensor: (8, 0)
     try:
-        return {"paged_attention.prefill": {"dtype=half,dim=128": search(attention, configs, cases, 6e-3)}}
+        found = search(attention, "prefill_plan", _tile, configs, cases, 6e-3)
+        return {"paged_attention.prefill": {"dtype=half,dim=128": found}}
     finally:
         attention.capability = plain
 
@@ -162,7 +179,8 @@ def scan() -> Config:
         {"channels": p, "tokens": t, "stages": n, "warps": w}
         for p, t, n, w in itertools.product((32, 64), (32, 64), (1, 2), (4, 8))
     ]
-    return {"ssd_scan": {"dtype=bfloat16": search(scan_kernel, configs, cases, 6e-3)}}
+    found = search(scan_kernel, "tuned", lambda config, op, shape: config, configs, cases, 6e-3)
+    return {"ssd_scan": {"dtype=bfloat16": found}}
 
 
 EXPERT_TILES = {  # bm, bn, bn_down, bk, stages, warps
@@ -173,6 +191,14 @@ EXPERT_TILES = {  # bm, bn, bn_down, bk, stages, warps
     "prefill": [(128, 64, 128, 64, 3, 8), (64, 64, 128, 64, 4, 4), (128, 128, 256, 64, 3, 8), (64, 128, 128, 64, 3, 8),
                 (128, 64, 128, 64, 4, 4), (64, 64, 64, 64, 4, 4)],
 }  # fmt: skip
+
+
+def _experts(config: Config, tokens: int, top: int, *shape: object) -> Choice:
+    """As the rules choose, with these tiles; "tokens": up to so many go pair by pair."""
+    tiles = {name: value for name, value in config.items() if name != "tokens"}
+    if tokens <= config.get("tokens", 0):
+        return Direct(**tiles)
+    return (Small if tokens * top <= SMALL_PAIRS else Grouped)(**tiles)
 
 
 def experts() -> Config:
@@ -201,7 +227,7 @@ def experts() -> Config:
             cases[str(tokens)] = (run, exact, [run])
         names = ("bm", "bn", "bn_down", "bk", "stages", "warps")
         configs = [dict(zip(names, shape, strict=True)) for shape in EXPERT_TILES[size]]
-        found[f"size={size}"] = search(experts_kernel, configs, cases, 6e-3)
+        found[f"size={size}"] = search(experts_kernel, "plan", _experts, configs, cases, 6e-3)
     return {"experts": found}
 
 
@@ -227,7 +253,7 @@ def direct() -> Config:
     grouped = {"tokens": 0, "bm": 16, "bn": 32, "bn_down": 64, "bk": 128, "stages": 4, "warps": 4}
     shapes = itertools.product((8,), (2, 4, 8), (4, 8, 16), (4, 8))
     configs = [grouped, *(dict(zip(names, shape, strict=True)) for shape in shapes)]
-    return {"experts": {"size=direct": search(experts_kernel, configs, cases, 6e-3)}}
+    return {"experts": {"size=direct": search(experts_kernel, "plan", _experts, configs, cases, 6e-3)}}
 
 
 PARTS: dict[str, Callable[[], Config]] = {

@@ -52,8 +52,8 @@ def test_long_chunks(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_portable_prefill(heads: tuple[int, int, int], ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "capability", lambda tensor: (8, 0))
-    tuned = kernel.tuned
-    monkeypatch.setattr(kernel, "tuned", lambda op, shape: {**tuned(op, shape), "ahead": ahead})
+    plan = kernel.prefill_plan
+    monkeypatch.setattr(kernel, "prefill_plan", lambda *s: dataclasses.replace(plan(*s), ahead=bool(ahead)))
     _check(*make_step(LONG_CHUNKS, device="cuda"), heads, torch.bfloat16, float("nan"))
 
 

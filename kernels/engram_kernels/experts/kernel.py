@@ -19,17 +19,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engram_kernels.experts.direct import down_pairs, gate_up_pairs
+from engram_kernels.experts.plan import SMALL_PAIRS, Choice, Direct, Grouped, Small, plan
 from engram_kernels.experts.small import down_small, gate_up_small, list_tokens
 from engram_kernels.gated_linear.kernel import gated_linear
 from engram_kernels.launch import dependent_launch, next_power_of_2
 from engram_kernels.linear.kernel import linear
-from engram_kernels.tuning import tuned
 
 SCAN = 128
 """Pairs that one program of the grouping counts and places."""
-SMALL_PAIRS = 128
-"""A step of so many pairs goes to `small.py`: in whole steps of Granite-4.0-H-tiny on an H200 it is faster at 8 tokens
-and slower at 64."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -186,18 +183,34 @@ def experts(
     """x [T, M], w_in [E, 2F, M], w_out [E, M, F] contiguous, weights and ids [T, k], base [T, M] or None, shared
     ([2S, M], [M, S]) or None -> [T, M]; as the reference."""
     tokens, width = x.shape
+    if not tokens:
+        return torch.empty_like(x)
+    count, _, inner = w_out.shape
+    shared_width = 0 if shared is None else shared[1].shape[1]
+    choice = plan(tokens, ids.shape[1], count, width, inner, shared_width, x.dtype)
+    return run(choice, x, w_in, w_out, weights, ids, base, shared)
+
+
+def run(
+    choice: Choice,
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    base: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As `experts`, for at least one token, in the way that `choice` names."""
+    tokens, width = x.shape
     count, _, inner = w_out.shape
     top = ids.shape[1]
     pairs = tokens * top
-    if not tokens:
-        return torch.empty_like(x)
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.float().contiguous()
-    direct = tuned("experts", {"size": "direct"})
-    few = tokens <= direct["tokens"] and width <= 8192
     slices = 0
     if shared is not None:
-        fits = (few or pairs <= SMALL_PAIRS) and shared[1].shape[1] % inner == 0
+        fits = not isinstance(choice, Grouped) and shared[1].shape[1] % inner == 0
         if fits and all(weight.is_contiguous() for weight in shared):
             slices = shared[1].shape[1] // inner
         else:
@@ -210,42 +223,45 @@ def experts(
     kwargs = {"launch_pdl": True} if pdl else {}
     rows = pairs + tokens * slices
     parts = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    if few:
+    if isinstance(choice, Direct):
         hidden = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
-        gate_up_pairs[(rows, -(-inner // direct["bn"]))](
+        gate_up_pairs[(rows, -(-inner // choice.bn))](
             x, w_in, extra_in, hidden, ids, pairs, x.stride(0), top, slices, width, next_power_of_2(width), inner,
-            direct["bn"], pdl, num_warps=direct["warps"], **kwargs,
+            choice.bn, pdl, num_warps=choice.warps, **kwargs,
         )  # fmt: skip
-        down_pairs[(rows, -(-width // direct["bn_down"]))](
+        down_pairs[(rows, -(-width // choice.bn_down))](
             hidden, w_out, extra_out, weights, ids, parts, pairs, slices, width, inner, next_power_of_2(inner),
-            direct["bn_down"], pdl, num_warps=direct["warps"], **kwargs,
+            choice.bn_down, pdl, num_warps=choice.warps, **kwargs,
         )  # fmt: skip
-    elif pairs <= SMALL_PAIRS:
+    elif isinstance(choice, Small):
         hidden = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
-        config = tuned("experts", {"size": "small"})
-        lists = torch.empty(count + slices, tokens, dtype=torch.int32, device=x.device)
+        # The room is a constant of the kernels: where there are many lengths, not each is to be compiled.
+        room = tokens if pairs <= SMALL_PAIRS else next_power_of_2(tokens)
+        lists = torch.empty(count + slices, room, dtype=torch.int32, device=x.device)
         counts = torch.empty(count + slices, dtype=torch.int32, device=x.device)
         list_tokens[(count + slices,)](
-            ids, lists, counts, tokens, pairs, count, slices, tokens, next_power_of_2(pairs), pdl, num_warps=1, **kwargs
+            ids, lists, counts, tokens, pairs, count, slices, room, next_power_of_2(pairs), pdl, num_warps=1, **kwargs
         )
-        shape = (width, inner, count, tokens, config["bm"])
-        gate_up_small[(-(-inner // config["bn"]), count + slices)](
-            x, w_in, extra_in, hidden, lists, counts, pairs, x.stride(0), top, slices, *shape, config["bn"],
-            config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        shape = (width, inner, count, room, choice.bm)
+        gate_up_small[(-(-inner // choice.bn), count + slices)](
+            x, w_in, extra_in, hidden, lists, counts, pairs, x.stride(0), top, slices, *shape, choice.bn,
+            choice.bk, choice.stages, pdl, num_warps=choice.warps, **kwargs,
         )  # fmt: skip
-        down_small[(-(-width // config["bn_down"]), count + slices)](
-            hidden, w_out, extra_out, weights, parts, lists, counts, pairs, slices, *shape, config["bn_down"],
-            config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        down_small[(-(-width // choice.bn_down), count + slices)](
+            hidden, w_out, extra_out, weights, parts, lists, counts, pairs, slices, *shape, choice.bn_down,
+            choice.bk, choice.stages, pdl, num_warps=choice.warps, **kwargs,
         )  # fmt: skip
     else:
-        _grouped(x, w_in, w_out, weights, ids, parts)
+        _grouped(choice, x, w_in, w_out, weights, ids, parts)
     _sum[(tokens, -(-width // 1024))](
         parts, some_base, y, pairs, width, top, slices, 1024, base is not None, pdl, num_warps=4, **kwargs
     )
     return y
 
 
-def _grouped(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, parts: Tensor) -> None:
+def _grouped(
+    choice: Grouped, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tensor, parts: Tensor
+) -> None:
     """Weighted outputs of all pairs into parts [pairs, M], by way of a list sorted by expert."""
     tokens, width = x.shape
     count, _, inner = w_out.shape
@@ -253,10 +269,7 @@ def _grouped(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tenso
     pairs = tokens * top
     pdl = dependent_launch(x)
     kwargs = {"launch_pdl": True} if pdl else {}
-    per_expert = pairs / count
-    size = "decode" if per_expert <= 16 else "chunk" if per_expert <= 96 else "prefill"
-    config = tuned("experts", {"size": size})
-    bm = config["bm"]
+    bm = choice.bm
     tiles = min(pairs, count + pairs // bm)
     padded = next_power_of_2(count)
     scan = max(16, min(SCAN, next_power_of_2(pairs)))
@@ -272,11 +285,11 @@ def _grouped(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, ids: Tenso
         ids, counts, totals, order, tile_expert, pairs, groups, count, padded, bm, scan, min(32, 4096 // padded), pdl,
         num_warps=4, **kwargs,
     )  # fmt: skip
-    _gate_up[(tiles, -(-inner // config["bn"]))](
+    _gate_up[(tiles, -(-inner // choice.bn))](
         x, w_in, hidden, order, tile_expert, totals, pairs, x.stride(0), top, width, inner, count, padded, bm,
-        config["bn"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        choice.bn, choice.bk, choice.stages, pdl, num_warps=choice.warps, **kwargs,
     )  # fmt: skip
-    _down[(tiles, -(-width // config["bn_down"]))](
+    _down[(tiles, -(-width // choice.bn_down))](
         hidden, w_out, weights, parts, order, tile_expert, totals, pairs, width, inner, count, padded, bm,
-        config["bn_down"], config["bk"], config["stages"], pdl, num_warps=config["warps"], **kwargs,
+        choice.bn_down, choice.bk, choice.stages, pdl, num_warps=choice.warps, **kwargs,
     )  # fmt: skip

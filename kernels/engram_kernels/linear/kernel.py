@@ -21,7 +21,7 @@ from engram_kernels.launch import dependent_launch, multiprocessors
 from engram_kernels.linear.gemv import gated_gemv, gemv
 from engram_kernels.linear.skinny import skinny
 from engram_kernels.linear.stream import BN, stream, supports
-from engram_kernels.tuning import tuned_or_none
+from engram_kernels.tuning import parameters, tuned_or_none
 
 MAX_ROWS = 64
 """Above this many rows cuBLAS is always used."""
@@ -64,6 +64,7 @@ class Stream:
 
 Plan = Gemv | Skinny | Stream | None
 """None: cuBLAS."""
+KINDS: dict[str, type[Gemv | Skinny | Stream]] = {"gemv": Gemv, "skinny": Skinny, "stream": Stream}
 
 
 @functools.cache
@@ -103,17 +104,12 @@ def gemv_rule(k: int) -> Gemv | None:
 
 def parse(entry: dict[str, int | str]) -> Plan:
     """The choice that a tuning entry names."""
-    kind = entry["kind"]
-    fields = {name: int(value) for name, value in entry.items() if name not in ("kind", "us", "cublas_us")}
-    if kind == "gemv":
-        return Gemv(**fields)
-    if kind == "skinny":
-        return Skinny(**{**fields, "swap": bool(fields["swap"])})  # type: ignore[arg-type]
-    if kind == "stream":
-        return Stream(**fields)
+    kind = entry.get("kind")
     if kind == "cublas":
         return None
-    raise ValueError(f"kind of a linear tuning entry must be gemv, skinny, stream or cublas, got {kind!r}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"kind of a linear tuning entry must be gemv, skinny, stream or cublas, got {kind!r}")
+    return parameters(KINDS[kind], entry, f"a linear tuning entry of kind {kind}")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from engram_kernels.launch import LOG2E, capability, dependent_launch, multiprocessors, next_power_of_2
 from engram_kernels.metadata import StepMetadata
 from engram_kernels.paged_attention import hopper, prefill, split_kv
-from engram_kernels.tuning import tuned
+from engram_kernels.paged_attention.plan import Split, Tile, chunk_block, prefill_plan, split_plan
 
 SHORT_CHUNK = 128
 """Chunks of at most this many tokens go to `split_kv`: the prefill kernels' blocks would be mostly empty."""
@@ -53,14 +53,15 @@ def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> 
     if query_lens:
         longest = max(query_lens)
         if longest <= SHORT_CHUNK:
-            block = max(2, 64 * kv.shape[2] // heads)  # 1 is the decode form: one token a sequence
+            block = chunk_block(heads, kv.shape[2])
             split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
         elif capability(q)[0] == 9 and hopper.supports(q, kv):
             hopper.prefill_hopper(
                 q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables, decodes, query_lens, scale
             )
         else:
-            _prefill(q, kv, out, meta, decodes, query_lens, scale)
+            tile = prefill_plan(sum(query_lens), heads, kv.shape[2], dim, q.dtype)
+            run_prefill(tile, q, kv, out, meta, decodes, query_lens, scale)
     return out
 
 
@@ -78,15 +79,30 @@ def split(
 ) -> None:
     """Sequences [first, first + count), which hold `tokens` new tokens, `block` tokens to a program."""
     heads, dim = q.shape[1:]
+    choice = split_plan(count, block, heads, kv.shape[2], dim, q.dtype)
+    run_split(choice, q, kv, out, meta, first, count, tokens, block, scale, fresh)
+
+
+def run_split(
+    choice: Split,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    meta: StepMetadata,
+    first: int,
+    count: int,
+    tokens: int,
+    block: int,
+    scale: float,
+    fresh: Fresh | None,
+) -> None:
+    """As `split`, with these parameters."""
+    heads, dim = q.shape[1:]
     num_blocks, kv_heads = kv.shape[1], kv.shape[2]
     group = heads // kv_heads
     rows = max(16, next_power_of_2(block * group))
-    if q.dtype == torch.float32:
-        config = tuned("paged_attention.split_kv", {"dtype": "float32"})
-    else:
-        config = tuned("paged_attention.split_kv", {"size": _size(count * kv_heads), "rows": min(rows, 64)})
     # About this many programs: enough reads in flight on every multiprocessor, few enough that pieces stay long.
-    target = max(1, config["waves"] * multiprocessors(q) // kv_heads)
+    target = max(1, choice.waves * multiprocessors(q) // kv_heads)
     blocks = count if block == 1 else tokens // block + count
     tasks = target + blocks
     part = torch.empty(tasks, kv_heads, block * group, dim, dtype=torch.float32, device=q.device)
@@ -94,45 +110,46 @@ def split(
     padded, padded_dim = next_power_of_2(count), max(16, next_power_of_2(dim))
     pdl = dependent_launch(q)
     kwargs = {"launch_pdl": True} if pdl else {}
-    tile = config["keys"]
+    tile = choice.keys
     new = fresh or Fresh(q, q, None, None, None, 0.0)
     split_kv.attend[(kv_heads, tasks)](
         q, kv, out, part, lse, meta.query_start, meta.seq_lens, meta.block_tables, new.k, new.v, meta.positions,
         meta.slots, q if new.cos_sin is None else new.cos_sin, q if new.q_weight is None else new.q_weight,
         q if new.k_weight is None else new.k_weight, num_blocks, meta.block_tables.stride(0),
         meta.block_tables.shape[1], first, count, target, q.stride(0), new.k.stride(0), scale * LOG2E, new.eps,
-        kv_heads, group, dim, padded_dim, rows, padded, block, tile, max(tile, 32), config["stages"],
+        kv_heads, group, dim, padded_dim, rows, padded, block, tile, max(tile, 32), choice.stages,
         fresh is not None, 0 if new.cos_sin is None else new.cos_sin.shape[1] // 2, new.q_weight is not None, pdl,
-        num_warps=config["warps"], **kwargs,
+        num_warps=choice.warps, **kwargs,
     )  # fmt: skip
     # Decodes are the step's first tokens, chunks its last: the rows of these sequences are one range either way.
     token0 = 0 if first == 0 else q.shape[0] - tokens
     together = next_power_of_2(max(1, tokens * heads // COMBINERS))
     split_kv.combine[(tokens, -(-heads // together))](
         part, lse, out, meta.query_start, meta.seq_lens, first, count, token0, target,
-        kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), config["merge"], together, pdl,
+        kv_heads, group, dim, padded_dim, padded, block, max(tile, 32), choice.merge, together, pdl,
         num_warps=4, **kwargs,
     )  # fmt: skip
 
 
-def _size(pairs: int) -> str:
-    """A word for the number of (sequence, KV head) pairs: how much there is to read without splitting."""
-    return "tiny" if pairs <= 32 else "small" if pairs <= 256 else "medium" if pairs <= 1024 else "large"
-
-
-def _prefill(
-    q: Tensor, kv: Tensor, out: Tensor, meta: StepMetadata, first: int, query_lens: tuple[int, ...], scale: float
+def run_prefill(
+    choice: Tile,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    meta: StepMetadata,
+    first: int,
+    query_lens: tuple[int, ...],
+    scale: float,
 ) -> None:
+    """The sequences from `first` on, which have `query_lens` new tokens, by the portable kernel."""
     heads, dim = q.shape[1:]
     num_blocks, kv_heads = kv.shape[1], kv.shape[2]
     padded_dim = max(16, next_power_of_2(dim))
-    width = "float32" if q.dtype == torch.float32 else "half"
-    config = tuned("paged_attention.prefill", {"dtype": width, "dim": min(max(padded_dim, 64), 256)})
-    rows = config["queries"]
+    rows = choice.queries
     blocks = sum(-(-n // rows) for n in query_lens)
     prefill.prefill[(heads // kv_heads, blocks, kv_heads)](
         q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables,
         num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, len(query_lens), blocks,
         q.stride(0), scale * LOG2E, kv_heads, heads // kv_heads, dim, padded_dim, next_power_of_2(len(query_lens)),
-        rows, config["keys"], config["stages"], bool(config["ahead"]), num_warps=config["warps"],
+        rows, choice.keys, choice.stages, choice.ahead, num_warps=choice.warps,
     )  # fmt: skip

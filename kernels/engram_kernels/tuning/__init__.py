@@ -5,6 +5,6 @@ was run on that GPU and its output checked against a higher precision (tests/gpu
 the GPU and right in the interpreter. Lookups are cached: a launch costs one dictionary access.
 """
 
-from engram_kernels.tuning.tables import load_table, tuned, tuned_or_none, use_folder
+from engram_kernels.tuning.tables import load_table, parameters, tuned, tuned_or_none, use_folder
 
-__all__ = ["load_table", "tuned", "tuned_or_none", "use_folder"]
+__all__ = ["load_table", "parameters", "tuned", "tuned_or_none", "use_folder"]

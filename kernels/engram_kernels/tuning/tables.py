@@ -1,11 +1,13 @@
 """Reads the JSON tables: {"op": {"key=value,key=value": {parameter: number, ...}, "*": {...}}}.
 
 An entry is found by its full key, then by "*"; a table for a GPU may leave ops or keys out, the default table then
-answers. Values are integers or strings; the meaning of each parameter is in the docstring of its kernel.
+answers. Values are integers or strings; the meaning of each parameter is in the docstring of its kernel. Names that a
+kernel does not know (the times that were measured) are passed over.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -14,11 +16,12 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Config = dict[str, Any]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ def read_local(path: Path, about: Mapping[str, str]) -> dict[str, dict[str, Conf
             raise ValueError(f"it is for {told['gpu']} and Triton {told['triton']}")
         if not all(isinstance(entries, dict) for entries in table.values()):
             raise ValueError("it does not map ops to entries")
+        if not all(isinstance(entry, dict) for entries in table.values() for entry in entries.values()):
+            raise ValueError("it does not map keys to parameters")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -104,3 +109,15 @@ def tuned_or_none(op: str, key: str) -> Config | None:
 def tuned(op: str, shape: Mapping[str, int | str]) -> Config:
     """Launch parameters of an op for a shape described in a few words. Raises ValueError when no table has the op."""
     return _lookup(op, ",".join(f"{name}={value}" for name, value in shape.items()))
+
+
+def parameters(kind: type[T], entry: Mapping[str, Any], what: str) -> T:
+    """An entry as `kind`, a dataclass of whole numbers and booleans. ValueError, which begins with `what`, for one that
+    lacks a field or has something else there."""
+    values: dict[str, int | bool] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value = entry.get(field.name)
+        if not isinstance(value, int):
+            raise ValueError(f"{what}: {field.name} must be a whole number, got {value!r}")
+        values[field.name] = bool(value) if field.type in (bool, "bool") else value
+    return kind(**values)

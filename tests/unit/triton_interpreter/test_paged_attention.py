@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.paged_attention import kernel
+from engram_kernels.paged_attention.plan import Tile
 from engram_kernels.rope_attention.kernel import rope_attention
 from engram_kernels.rope_attention.reference import rope_attention as rope_attention_reference
 from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
@@ -32,8 +33,7 @@ def test_step_matches_fp64(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_long_chunks_match_fp64(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"queries": 32, "keys": 32, "stages": 1, "warps": 4, "ahead": int(ahead)}
-    monkeypatch.setattr(kernel, "tuned", lambda op, shape: config)
+    monkeypatch.setattr(kernel, "prefill_plan", lambda *shape: Tile(32, 32, 1, 4, ahead))
     monkeypatch.setattr(kernel, "SHORT_CHUNK", 0)
     meta, pool = make_step([(50, 50), (33, 140), (1, 1), (64, 65)])
     kv = filled_cache(meta, pool, 2, 16, torch.float32)
