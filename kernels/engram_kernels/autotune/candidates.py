@@ -77,10 +77,18 @@ def stream_candidates(rows: int, n: int, k: int, gated: bool) -> list[Stream]:
     return list(found)
 
 
-def candidates(rows: int, n: int, k: int, gated: bool, kinds: Sequence[str] = KINDS) -> list[Choice]:
+def candidates(
+    rows: int,
+    n: int,
+    k: int,
+    gated: bool,
+    kinds: Sequence[str] = KINDS,
+    multiprocessors: int = 132,
+    hopper: bool = True,
+) -> list[Choice]:
     """Everything to try for [rows, k] x [n, k]^T (gated: n outputs of 2n weight rows), today's choice first."""
     found: list[Choice] = []
-    current = gated_plan(rows, n, k, True) if gated else plan(rows, n, k, 132)
+    current = gated_plan(rows, n, k, hopper) if gated else plan(rows, n, k, multiprocessors)
     if current is not None and (not isinstance(current, Gemv) or rows <= 8):
         found.append(current)
     if "gemv" in kinds and rows <= (2 if gated else 8):
@@ -88,7 +96,7 @@ def candidates(rows: int, n: int, k: int, gated: bool, kinds: Sequence[str] = KI
         found += [g for g in gemvs if not gated or (g.bn <= 4 and g.bn * g.bk // (32 * g.warps) <= 32)]
     if rows > 1 and "skinny" in kinds and not gated:
         found += skinny_candidates(rows, n, k)
-    if rows > 1 and "stream" in kinds:
+    if rows > 1 and hopper and "stream" in kinds:  # elsewhere its instructions are not there
         found += stream_candidates(rows, n, k, gated)
     return list(dict.fromkeys(found))
 
