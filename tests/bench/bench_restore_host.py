@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-import torch
-from torch import Tensor
-
 from engram_runtime.engine import process
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
@@ -27,44 +24,11 @@ from engram_runtime.engine.intake import packed
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnSpec
-from engram_runtime.executor.plan import CacheGeometry, Sampled, StepPlan, StepResult
-from engram_runtime.snapshots.io.tensors import kv_shape
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.support.snapshots import DENSE, Device, World
+from tests.bench.no_device import BLOCK, NoDevice, NoExecutor
+from tests.support.snapshots import DENSE, World
 
 VOCAB, TURN, ROUNDS = 100_000, 40, 9
-
-
-class NoExecutor:
-    """Samples token 1 for everybody, at once."""
-
-    steps_ahead = 1
-
-    def __init__(self, tokens: int) -> None:
-        self.geometry = CacheGeometry(3 * tokens // 16 + 1000, 16, 0, 1, 0, 2 * tokens + 1000)
-        self.submitted: list[float] = []
-        self._plans: list[StepPlan] = []
-
-    def submit(self, plan: StepPlan) -> None:
-        self.submitted.append(perf_counter())
-        self._plans.append(plan)
-
-    def collect(self) -> StepResult:
-        plan = self._plans.pop(0)
-        return StepResult(plan.step, {s.row: Sampled(1) for s in plan.sequences if s.sample}, {})
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class NoDevice(Device):
-    """Gives zeros and takes anything."""
-
-    def read_kv(self, block_ids: Sequence[int], first: int, count: int) -> Tensor:
-        return torch.zeros(kv_shape(DENSE, count), dtype=self.kv.dtype)
-
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
-        """Nothing is kept."""
 
 
 def turn(engine: LLMEngine, executor: NoExecutor, prompt: Sequence[int], *, save: bool) -> tuple[float, RequestOutput]:
@@ -86,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64_188)
     length = parser.parse_args().tokens
-    executor = NoExecutor(length)
+    executor = NoExecutor(blocks=3 * length // BLOCK + 1000, window=2 * length + 1000)
     folder = Path(tempfile.mkdtemp(prefix="engram-bench-"))
     # The device checks what it is given, at no cost to the host: so nobody does here.
     config = SnapshotConfig(tenant_key=bytes(32), gc_interval_seconds=0, verify=False)
