@@ -17,6 +17,7 @@ import torch
 from engram_kernels.autotune import ahead, driver, store
 from engram_kernels.autotune.driver import H200, Card, Session
 from engram_kernels.autotune.search import Case, DeviceLost, Problem
+from tests.support import patience
 
 ABOUT = {"gpu": "NVIDIA Imaginary 9", "triton": "3.6.0", "torch": "2.11"}
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ def test_candidates_are_compiled_ahead_once_each(tmp_path: Path) -> None:
     work = [Toy("one", (1, 2))]
     with ThreadPoolExecutor(3) as pool, ahead.Workers(3, CPU, said.append, pool) as workers:
         running = session(tmp_path, said, ahead=workers)
-        workers(work[0], (1, 2), H200, 30.0)
+        workers(work[0], (1, 2), H200, patience.SECONDS)
         assert sorted(RAN) == sorted(("one", size, choice) for size in (1, 2) for choice in (5, 3, -1))
         assert said[-1].startswith("one: 6 candidates compiled ahead in")
         driver.tune(work, running)
@@ -200,7 +201,8 @@ def test_the_same_candidate_of_several_sizes_is_compiled_by_one_process() -> Non
     shares = []
     for part in range(2):
         RAN.clear()
-        ahead.share(Toy("one", (1, 2), tuple(range(1, 30))), (1, 2), H200, "cpu", part, 2, time.time() + 30)
+        until = time.time() + patience.SECONDS
+        ahead.share(Toy("one", (1, 2), tuple(range(1, 30))), (1, 2), H200, "cpu", part, 2, until)
         shares.append([(size, choice) for _, size, choice in RAN])
     assert sorted(shares[0] + shares[1]) == [(size, choice) for size in (1, 2) for choice in range(1, 30)]
     assert {choice for _, choice in shares[0]}.isdisjoint(choice for _, choice in shares[1])
