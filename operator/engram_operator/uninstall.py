@@ -105,7 +105,7 @@ async def _free(kube: Kube, kind: Kind, obj: Object, log: Callable[[str], None])
 
 
 async def _run(release: Release) -> int:
-    kube = Kube(ApiTransport())
+    kube = Kube(ApiTransport(), failed_s=30.0)  # nobody else waits here
     try:
         return await uninstall(kube, release)
     finally:

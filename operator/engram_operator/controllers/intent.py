@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from engram_operator.controllers.rollout import inputs_of
 from engram_operator.errors import ResourceError
 from engram_operator.kube.cache import Cache
 from engram_operator.kube.client import Object
-from engram_operator.kube.errors import Invalid, KubeError
+from engram_operator.kube.errors import Invalid, KubeError, ServerFailed
 from engram_operator.kube.kinds import POLICIES
 from engram_operator.resources import EngramModel, Schemas, SnapshotPolicy
 from engram_operator.resources.documents import DEFAULT_POLICY
@@ -97,6 +98,10 @@ def _reason(error: ResourceError) -> str:
 
 def refused_by_server(error: KubeError, obj: Mapping[str, object], model: EngramModel) -> Refusal:
     """The API server's judgement of an object, in the terms of the resource that it was made from."""
+    if isinstance(error, ServerFailed):
+        # The local port of a connection to a webhook is another each time: a status that is written each time.
+        words = re.sub(r":\d+->", "->", error.message)
+        return Refusal("ServerFailed", f"the API server fails over {obj['kind']}: {words}")
     if not isinstance(error, Invalid):
         return Refusal("Forbidden", f"the API server refuses {obj['kind']}: {error.message}")
     if obj["kind"] != "StatefulSet":

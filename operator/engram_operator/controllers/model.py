@@ -25,7 +25,7 @@ from engram_operator.controllers.warnings import Warnings, lacks_pods, silent
 from engram_operator.engines import EngineError, EnginePod, EngineStatus, engine_pods
 from engram_operator.kube.cache import Cache
 from engram_operator.kube.client import Kube, Object
-from engram_operator.kube.errors import Conflict, Forbidden, Invalid, NotFound
+from engram_operator.kube.errors import Conflict, Forbidden, Invalid, NotFound, ServerFailed
 from engram_operator.kube.kinds import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
@@ -48,7 +48,8 @@ from engram_operator.status.pods import is_ready
 DISPENSABLE = (SERVICE_ACCOUNTS, DISRUPTION_BUDGETS, NETWORK_POLICIES)  # a changed spec may have no use for them
 SOON_SECONDS = 1.0
 WAITING_SECONDS = 5.0  # between looks at something that no event will tell of
-REFUSED_SECONDS = 30.0  # a refusal that is not about the spec may be lifted without an event
+REFUSED_SECONDS = 30.0
+LIFTED = ("Forbidden", "NameTaken", "ServerFailed")  # not about the spec: may be lifted without an event
 REPORT_SECONDS = 20.0  # between questions to engines that serve
 NOTICE_SECONDS = 60.0  # an API that the cluster lacks may be installed; the client asks no more often
 _MOST_REPORTS = 4096
@@ -137,7 +138,7 @@ class ModelController:
             notice = await self._bring_about(look, intent, rollout, objects)
         except Unwanted as unwanted:
             refusal = unwanted.refusal
-            waits.append(REFUSED_SECONDS if refusal.reason in ("Forbidden", "NameTaken") else None)
+            waits.append(REFUSED_SECONDS if refusal.reason in LIFTED else None)
         except StillGoing:
             return SOON_SECONDS
         if refusal is None and rollout is not None and rollout.rolls:
@@ -325,7 +326,7 @@ class ModelController:
         """A write whose refusal is a fact about the resource, told in its status."""
         try:
             await write
-        except (Invalid, Forbidden) as error:
+        except (Invalid, Forbidden, ServerFailed) as error:
             raise Unwanted(refused_by_server(error, obj, intent.model)) from error
         except NameTaken as taken:
             raise Unwanted(Refusal("NameTaken", taken.message)) from taken

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from engram_operator.kube.errors import Conflict, Expired, Invalid, KubeError, NotFound, Unavailable
+from engram_operator.kube.errors import Conflict, Expired, Invalid, KubeError, NotFound, ServerFailed, Unavailable
 from engram_operator.kube.kinds import EVENTS, Kind, kind_of
 
 Object = dict[str, Any]
@@ -77,6 +77,9 @@ class _Said:
 class Kube:
     """All calls retry 429, 5xx and lost connections with jitter until `deadline_s` seconds have passed.
 
+    A 500 is often about the one object (no address is left for a Service, an admission webhook is away), and whoever
+    waits for it keeps others waiting: it is retried for `failed_s` seconds only.
+
     That is safe because every write can be repeated: apply and delete by nature, create because "it exists" is an
     answer, merge patches because they carry the resourceVersion. `wrote(kind, verb)` is told of every write that the
     server took. While `may_write` says no, writes raise Unavailable: another process may be leading.
@@ -85,6 +88,7 @@ class Kube:
     transport: Transport
     instance: str = "engram-operator"  # this process, in events
     deadline_s: float = 30.0
+    failed_s: float = 1.0
     wrote: Callable[[Kind, str], None] = lambda kind, verb: None
     may_write: Callable[[], bool] = lambda: True
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -301,7 +305,7 @@ class Kube:
     ) -> Object:
         """One request, repeated while the server is away or busy and the deadline is not over."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + self.deadline_s
+        began = loop.time()
         delay = FIRST_DELAY_S
         while True:
             error: KubeError
@@ -321,7 +325,8 @@ class Kube:
                 wait = response.retry_after_s
             # Full jitter, so that many callers of a server that comes back do not come all at once.
             pause = max(wait or 0.0, random.uniform(0.0, delay))
-            if loop.time() + pause > end:
+            patience = min(self.failed_s, self.deadline_s) if isinstance(error, ServerFailed) else self.deadline_s
+            if loop.time() + pause > began + patience:
                 raise error
             await self.sleep(pause)
             delay = min(delay * 2, LAST_DELAY_S)

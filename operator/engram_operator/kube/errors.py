@@ -26,6 +26,8 @@ class KubeError(Exception):
             return Invalid(status, "Invalid", message)
         if status in _CLASSES:
             return _CLASSES[status](status, reason, message)
+        if status == 500:
+            return ServerFailed(status, reason, message)
         return (Unavailable if status >= 500 else KubeError)(status, reason, message)
 
 
@@ -51,6 +53,10 @@ class Expired(KubeError):
 
 class Unavailable(KubeError):
     """No answer, or none that says anything about the object; trying later may help."""
+
+
+class ServerFailed(Unavailable):
+    """The server, or an admission webhook that it asked, failed over this object; it may fail over no other."""
 
 
 _UNREADABLE = ("failed to create typed patch object", "failed to convert new object")

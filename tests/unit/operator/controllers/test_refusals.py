@@ -129,6 +129,36 @@ async def test_a_policy_of_the_cluster_that_says_no() -> None:
     assert again <= 30
 
 
+async def test_a_server_that_fails_over_one_object_is_told_and_asked_again() -> None:
+    world = World()
+    world.model()
+    words = 'failed to allocate a serviceIP for Service "m": range is full'
+    failure = world.kube.fail(500, "patch", SERVICES, times=None, message=words)
+    again = await world.look()
+    assert world.condition("Accepted")[:2] == ("False", "ServerFailed")
+    assert world.condition("Ready")[2] == f"the API server fails over Service: {words}"
+    assert again is not None
+    assert again <= 30
+    failure.times = 0
+    await world.steady()
+    assert world.condition("Accepted")[0] == "True"
+
+
+async def test_a_webhook_that_is_away_is_told_once() -> None:
+    """Its message has the local port of the connection, which is another each time."""
+    world = World()
+    world.model()
+    words = "failed calling webhook: read tcp 10.0.0.1:{port}->10.0.0.9:443: connection reset"
+    failure = world.kube.fail(500, "patch", STATEFULSETS, times=None, message=words.format(port=40001))
+    await world.look()
+    assert "10.0.0.1->10.0.0.9:443: connection reset" in world.condition("Ready")[2]
+    world.kube.forget_requests()
+    failure.message = words.format(port=40002)
+    world.later(31)
+    await world.look()
+    assert [write for write in world.kube.writes() if write[1] == "engrammodels"] == []
+
+
 @pytest.mark.parametrize("owner", [None, {"kind": "Ingress", "name": "shop", "uid": "i", "controller": True}])
 async def test_an_object_of_somebody_else_is_not_taken_over(owner: dict[str, Any] | None) -> None:
     world = World()

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from engram_operator.kube.client import Kube, Object, Response, fingerprint
-from engram_operator.kube.errors import Conflict, Expired, Forbidden, Invalid, KubeError, NotFound, Unavailable
+from engram_operator.kube.errors import (
+    Conflict,
+    Expired,
+    Forbidden,
+    Invalid,
+    KubeError,
+    NotFound,
+    ServerFailed,
+    Unavailable,
+)
 from engram_operator.kube.kinds import (
     EVENTS,
     MODELS,
@@ -243,8 +253,23 @@ async def test_apis_that_the_cluster_lacks_are_known_before_they_are_used() -> N
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 0])
 async def test_a_server_that_is_away_or_busy_is_asked_again(status: int) -> None:
     kube = FakeKube(retries=True)
+    kube.failed_s = kube.deadline_s
     kube.fail(status, times=4)
     assert (await kube.apply(SERVICE))["metadata"]["uid"]
+
+
+async def test_a_server_that_fails_over_one_object_keeps_nobody_for_long() -> None:
+    kube = FakeKube(retries=True)
+    assert (kube.failed_s, kube.deadline_s) == (1.0, 30.0)
+    kube.failed_s = 0.05
+    kube.fail(500, times=None, message="range is full")
+    began = time.monotonic()
+    with pytest.raises(ServerFailed, match="range is full"):
+        await kube.apply(SERVICE)
+    assert time.monotonic() - began < kube.deadline_s / 2
+    kube = FakeKube(retries=True)
+    kube.fail(500, times=1)
+    assert (await kube.apply(SERVICE))["metadata"]["uid"], "one failure is not told"
 
 
 @pytest.mark.parametrize(
