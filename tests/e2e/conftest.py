@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from tests.e2e.cluster.cluster import Cluster
 from tests.support import radosgw
 from tests.support.s3_process import S3Server
 
-RECORDS = Path(__file__).parents[2] / "build" / "e2e"
 MOST_RECORDS = 8
 OPERATOR_NAMESPACE = "engram-system"
 RELEASE = "engram"
@@ -145,29 +143,8 @@ def cluster(request: pytest.FixtureRequest, existing: str | None) -> Iterator[Cl
         _missing(reason)
     cluster = Cluster()
     request.config.stash[RUNNING] = cluster
-    if cluster.acquire_kept():
-        made = prepare.prepare()
-        prepare.load(cluster, made)
-        request.config.stash[TIMINGS].update(made.timings)
+    with prepare.loaded(cluster, request.config.stash[TIMINGS]):
         yield cluster
-        cluster.close()
-        return
-    cluster.acquire()
-    build.build()
-    made = prepare.prepare()
-    try:
-        cluster.up(mounts=made.mounts)
-        prepare.load(cluster, made)
-        request.config.stash[TIMINGS].update({**made.timings, **cluster.timings})
-        yield cluster
-        request.config.stash[TIMINGS]["memory, MB (no seconds)"] = cluster.memory() / 1e6
-    except BaseException:
-        cluster.collect(RECORDS / "start")
-        raise
-    finally:
-        began = time.monotonic()
-        cluster.down()
-        request.config.stash[TIMINGS]["down"] = time.monotonic() - began
 
 
 @pytest.fixture(scope="session")
@@ -271,7 +248,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.CallI
     if cluster is None:
         return
     if report.failed and len(kept) < MOST_RECORDS:
-        target = RECORDS / re.sub(r"[^\w.-]+", "_", item.name)
+        target = prepare.RECORDS / re.sub(r"[^\w.-]+", "_", item.name)
         try:
             cluster.collect(target)
             report.sections.append(("records", str(target)))

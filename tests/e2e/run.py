@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 from tests.e2e import store
-from tests.e2e.cluster import build, packages, prepare
+from tests.e2e.cluster import packages, prepare
 from tests.e2e.cluster.cluster import Cluster
 from tests.support import radosgw
 
@@ -33,14 +31,14 @@ def main() -> int:
         return run(words)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is taken down
     cluster = Cluster()
-    with up(cluster) as timings, store.sharing(cluster.layout):
+    timings: dict[str, float] = {}
+    with prepare.loaded(cluster, timings, share=True), store.sharing(cluster.layout):
         began = time.monotonic()
         codes = [run([*SIDE_BY_SIDE, *words])]
         timings["tests side by side"] = time.monotonic() - began
         began = time.monotonic()
         codes.append(run([*IN_TURN, *words]))
         timings["tests in turn"] = time.monotonic() - began
-        timings["memory, MB (no seconds)"] = cluster.memory() / 1e6
     print(prepare.report(timings), flush=True)
     failed = [code for code in codes if code not in (0, NO_TESTS)]
     return failed[0] if failed else 0
@@ -48,28 +46,6 @@ def main() -> int:
 
 def run(words: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", "pytest", "-q", TESTS, *words], check=False).returncode
-
-
-@contextmanager
-def up(cluster: Cluster) -> Iterator[dict[str, float]]:
-    """A cluster with everything loaded. It goes at the end, unless somebody had left it running for us."""
-    if cluster.acquire_kept():
-        made = prepare.prepare()
-        prepare.load(cluster, made)
-        yield dict(made.timings)
-        return
-    cluster.acquire()
-    build.build()
-    made = prepare.prepare()
-    try:
-        cluster.up(mounts=made.mounts)
-        prepare.load(cluster, made)
-        cluster.keep_for_me()
-        timings: Mapping[str, float] = {**made.timings, **cluster.timings}
-        yield dict(timings)
-    finally:
-        cluster.acquire()
-        cluster.down()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Replicas by kubectl scale, and none at all until a request comes."""
+"""Replicas by kubectl scale and by a HorizontalPodAutoscaler, and none at all until a request comes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e import resources
 from tests.e2e.caller import Caller
-from tests.e2e.cluster.client import Client, names
+from tests.e2e.cluster.client import Client, Object, names
 from tests.e2e.conftest import Images
 
 MODEL = "scaled"
@@ -17,6 +17,10 @@ WAKE_SECONDS = 240
 
 def scale(kube: Client, namespace: str, replicas: int) -> None:
     kube.kubectl("scale", f"engrammodel/{MODEL}", f"--replicas={replicas}", namespace=namespace)
+    scaled(kube, namespace, replicas)
+
+
+def scaled(kube: Client, namespace: str, replicas: int) -> None:
     labels = f"app.kubernetes.io/instance={MODEL}"
     kube.until(f"{replicas} pods", lambda: len(kube.pods(namespace, labels)) == replicas, READY_SECONDS)
 
@@ -25,6 +29,23 @@ def scale(kube: Client, namespace: str, replicas: int) -> None:
         return bool(status.get("readyReplicas", 0) == status.get("replicas", 0) == replicas)
 
     kube.until(f"{replicas} ready replicas in the status", reported, READY_SECONDS)
+
+
+def autoscaler(fewest: int, most: int) -> Object:
+    """The cluster measures no processors, so what acts are the bounds: read and written by way of `/scale`."""
+    target = {"apiVersion": "engram.dev/v1alpha1", "kind": "EngramModel", "name": MODEL}
+    metric = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": MODEL},
+        "spec": {
+            "scaleTargetRef": target,
+            "minReplicas": fewest,
+            "maxReplicas": most,
+            "metrics": [{"type": "Resource", "resource": metric}],
+        },
+    }
 
 
 @pytest.mark.timeout(1200)
@@ -44,6 +65,11 @@ def test_one_three_none_and_one_again(
 
     answer = caller.chat(MODEL, "Are you back?", conversation="scaled")
     assert answer.status == 200, answer.text
+
+    kube.apply(autoscaler(2, 4), namespace=namespace)
+    scaled(kube, namespace, 2)
+    kube.apply(autoscaler(1, 1), namespace=namespace)
+    scaled(kube, namespace, 1)
 
 
 @pytest.mark.timeout(1200)

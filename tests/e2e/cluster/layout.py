@@ -20,9 +20,9 @@ from pathlib import Path
 from tests.e2e.cluster import build
 
 TEMPLATES = Path(__file__).parent / "templates"
-NODE_CIDR, POD_CIDR, SERVICE_CIDR = "198.18.0.0/24", "198.18.1.0/24", "198.18.2.0/24"
+NODE_CIDR, POD_CIDR, SERVICE_CIDR = "198.18.0.0/24", "198.18.1.0/24", "198.18.16.0/20"
 CONTROL_PLANE_IP, STORE_IP, HOST_IP = "198.18.0.1", "198.18.0.2", "198.18.0.254"
-API_IP, DNS_IP = "198.18.2.1", "198.18.2.10"
+API_IP, DNS_IP = "198.18.16.1", "198.18.16.10"
 CONTROL_PLANE = ""
 MOST_NODES = 4
 

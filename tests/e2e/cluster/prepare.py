@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tests.e2e.cluster import base, environment, images, models, oci
+from tests.e2e.cluster import base, build, environment, images, models, oci
 from tests.e2e.cluster.cluster import Cluster
 
 T = TypeVar("T")
+RECORDS = Path(__file__).parents[3] / "build" / "e2e"  # what everybody logged, of runs that failed
 
 
 @dataclass(slots=True)
@@ -57,6 +59,42 @@ def load(cluster: Cluster, made: Prepared) -> None:
             base.layout().archive(part.images, path, without=part.without)
             made.timed(f"import of the {part.name} image", lambda path=path: cluster.load(path))  # type: ignore[misc]
             cluster.note_loaded(wanted)
+
+
+@contextmanager
+def loaded(cluster: Cluster, timings: dict[str, float], *, share: bool = False) -> Iterator[None]:
+    """The cluster with everything in it, inside the block; `timings` gets the seconds of each part.
+
+    One that somebody had left running is used and left. Another is started, shared with other processes where `share`,
+    and removed; a start that failed leaves what everybody logged under RECORDS.
+    """
+    if cluster.acquire_kept():
+        made = prepare()
+        load(cluster, made)
+        timings.update(made.timings)
+        yield
+        cluster.close()
+        return
+    cluster.acquire()
+    build.build()
+    made = prepare()
+    try:
+        try:
+            cluster.up(mounts=made.mounts)
+            load(cluster, made)
+        except BaseException:
+            cluster.collect(RECORDS / "start")
+            raise
+        if share:
+            cluster.keep_for_me()
+        timings.update({**made.timings, **cluster.timings})
+        yield
+        timings["memory, MB (no seconds)"] = cluster.memory() / 1e6
+    finally:
+        cluster.acquire()  # nobody else's any more
+        began = time.monotonic()
+        cluster.down()
+        timings["down"] = time.monotonic() - began
 
 
 def report(timings: Mapping[str, float]) -> str:
