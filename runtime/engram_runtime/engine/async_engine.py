@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -34,29 +36,42 @@ DRAIN_POLL_SECONDS = 0.02
 
 
 class _Stream:
-    """Outputs of one request on their way to the event loop that asked."""
+    """Outputs of one request on their way to the event loop that asked, and to the one task there that reads them."""
 
     def __init__(self, request_id: str, sequences: int) -> None:
         self.request_id = request_id
         self.unfinished = sequences
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self._items: deque[RequestOutput | BaseException] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """Waits for the next item."""
 
-    def put(self, item: RequestOutput | BaseException) -> bool:
-        """From the engine thread; False when the loop is gone."""
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:
-            return False
-        return True
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """On the stream's own loop."""
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """From any thread. Where the loop is gone nobody is left to be told."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.put, error)
 
     async def get(self) -> RequestOutput:
-        item = await self._queue.get()
+        if not self._items:
+            self._reader = self.loop.create_future()
+            await self._reader
+        item = self._items.popleft()
         if isinstance(item, BaseException):
             self.unfinished = 0
             raise item
         self.unfinished -= item.finished
         return item
+
+
+def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in batch:
+        stream.put(output)
 
 
 class AsyncLLMEngine:
@@ -237,7 +252,7 @@ class AsyncLLMEngine:
             try:
                 add()
             except ValueError as error:
-                stream.put(error)
+                stream.fail(error)
 
         self._post(run)
 
@@ -268,10 +283,19 @@ class AsyncLLMEngine:
             self._commands.get()()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Wake each event loop once a step, not once an output."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None and not stream.put(output) and not output.finished:
-                self._engine.abort(output.request_id)
+            if stream is not None:
+                batches.setdefault(stream.loop, []).append((stream, output))
+        for loop, batch in batches.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, batch)
+            except RuntimeError:  # the loop is gone
+                for _, output in batch:
+                    if not output.finished:
+                        self._engine.abort(output.request_id)
 
     def _die(self, error: BaseException) -> None:
         """A failed step leaves the caches in an unknown state: nobody may go on from them."""
@@ -281,7 +305,7 @@ class AsyncLLMEngine:
         for stream in streams:
             dead = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
             dead.__cause__ = error
-            stream.put(dead)
+            stream.fail(dead)
 
     # Ending
 
@@ -324,7 +348,7 @@ class AsyncLLMEngine:
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
-            stream.put(EngineDeadError("the engine was closed"))
+            stream.fail(EngineDeadError("the engine was closed"))
         await asyncio.to_thread(self._engine.close)
 
     async def __aenter__(self) -> Self:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Tokens
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.engine.boundaries import Boundaries
 from engram_runtime.engine.config import EngineConfig
-from engram_runtime.engine.detokenizer import Decoder
+from engram_runtime.engine.detokenizer import Decoder, Remembered
 from engram_runtime.engine.facts import ModelFacts
 from engram_runtime.engine.intake import Intake
 from engram_runtime.engine.meter import Meter
@@ -72,7 +72,8 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             swap_bytes=config.swap_bytes,
         )
-        self._intake = Intake(geometry, tokenizer, vocab_size, eos_ids, config.seed)
+        decoder = None if tokenizer is None else Remembered(tokenizer)
+        self._intake = Intake(geometry, decoder, vocab_size, eos_ids, config.seed)
         self._released: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         self._boundaries = Boundaries(
             self._cache,
@@ -194,7 +195,7 @@ class LLMEngine:
             self._boundaries.flush()  # somebody waits for memory that a held turn_end keeps
         self.idle = step is None and not self._flight
         if step is not None:
-            self._note_admissions()
+            self._note_admissions(step)
             self._flight.append((step, self._clock()))
             self.executor.submit(step.plan)
         while self._flight and (len(self._flight) > self._ahead or step is None or not self._requests):
@@ -239,19 +240,22 @@ class LLMEngine:
             if request.first.status is Status.RESTORING:
                 self._scheduler.add(request.first)
 
-    def _note_admissions(self) -> None:
+    def _note_admissions(self, step: ScheduledStep) -> None:
+        if not step.plan.opens:
+            return
         now = self._clock()
-        for sequence in self._scheduler.sequences():
-            if sequence.status is Status.RUNNING and sequence.admitted is None:
+        for work in step.work:
+            sequence = work.sequence
+            if sequence.admitted is None:
                 sequence.admitted = now
                 if not sequence.background:
                     self._meter.queued(now - sequence.arrival)
 
     def _process(self, step: ScheduledStep, result: StepResult) -> None:
         self._scheduler.complete(step)
-        now = self._clock()
+        now, owners = self._clock(), self._owners
         for work in step.work:
-            owner = self._owners.get(work.sequence)
+            owner = owners.get(work.sequence)
             if owner is not None:
                 self._after_work(*owner, work, result, now)
             if work.capture_slot is not None:
@@ -263,9 +267,11 @@ class LLMEngine:
             if work.end == sequence.total:
                 self._finish_warm(sequence)
             return
-        self._capture(request, index, work)
+        if index == 0 and work.start < len(request.prompt_ids):
+            self._capture(request, work)
         transcript = request.transcripts[index]
-        transcript.add_prompt_logprobs(result.prompt_logprobs.get(work.row, ()))
+        if result.prompt_logprobs:
+            transcript.add_prompt_logprobs(result.prompt_logprobs.get(work.row, ()))
         sampled = result.sampled.get(work.row)
         if sampled is None:
             return
@@ -278,10 +284,8 @@ class LLMEngine:
         else:
             self._outbox.append(request.output(index))
 
-    def _capture(self, request: Request, index: int, work: Work) -> None:
+    def _capture(self, request: Request, work: Work) -> None:
         sequence = work.sequence
-        if index != 0 or work.start >= len(request.prompt_ids):
-            return
         if request.boundaries:
             self._boundaries.passed(request, sequence, work.start, work.end, work.capture_slot)
         shared = len(request.prompt_ids) - 1

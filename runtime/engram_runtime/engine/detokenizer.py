@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 CONTEXT_TOKENS = 5
+REMEMBERED_TEXTS = 1 << 16
+"""About 16 MB; then they are collected anew."""
 REPLACEMENT = "\ufffd"
 
 
@@ -18,6 +20,28 @@ class Decoder(Protocol):
     """The part of a `transformers` tokenizer that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Remembered:
+    """A decoder that knows what it gave for one token and for two: in running text nearly all that is asked.
+
+    One for all sequences of an engine, on its thread.
+    """
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[tuple[bool, int, int], str] = {}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if len(token_ids) > 2 or not token_ids:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        key = (skip_special_tokens, token_ids[0], token_ids[1] if len(token_ids) == 2 else -1)
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= REMEMBERED_TEXTS:
+                self._texts.clear()
+            text = self._texts[key] = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
 
 
 class Detokenizer:

@@ -24,6 +24,8 @@ class Meter:
         self._ttft, self._itl, self._e2e, self._queue, self._restore = (
             deque[float](maxlen=MAX_OBSERVATIONS) for _ in range(5)
         )
+        # Of the step whose tokens are being taken: handed on once, at its end.
+        self._new_ttft, self._new_itl = list[float](), list[float]()
         self._finished: Counter[str] = Counter()
         self._restored_tokens: Counter[str] = Counter()
         self._restored_bytes: Counter[str] = Counter()
@@ -33,6 +35,12 @@ class Meter:
         self._rate: float | None = None
 
     def step(self, step: ScheduledStep, seconds: float) -> None:
+        """The step is over, and so are its tokens."""
+        with self._lock:
+            self._ttft.extend(self._new_ttft)
+            self._itl.extend(self._new_itl)
+        self._new_ttft.clear()
+        self._new_itl.clear()
         prefill = sum(work.end - work.start for work in step.work if work.end - work.start > 1)
         if prefill >= 16 and seconds > 0:
             rate = prefill / seconds
@@ -56,18 +64,17 @@ class Meter:
             self._restored_bytes[outcome.tier] += outcome.bytes
 
     def token(self, now: float, request: Request, index: int) -> None:
-        """A token of sequence `index` arrived."""
+        """A token of sequence `index` arrived; `step` is told when all of a step did."""
         self._generated += 1
         if self._generated == 1:
             self._start.mark("first_token")
         first = len(request.sequences[index].output_ids) == 1
         if first and index == 0:
             self._prompt_tokens += len(request.prompt_ids)
-        with self._lock:
-            if first:
-                self._ttft.append(now - request.arrival)
-            else:
-                self._itl.append(now - request.last_token_time[index])
+        if first:
+            self._new_ttft.append(now - request.arrival)
+        else:
+            self._new_itl.append(now - request.last_token_time[index])
         request.last_token_time[index] = now
 
     def finished(self, reason: str, seconds: float) -> None:

@@ -28,9 +28,9 @@ class RequestMetrics:
     finish_time: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
-    """State of one sequence after a step.
+    """State of one sequence after a step. One is made per token: not frozen, which takes a third of the time.
 
     `index` tells the sequences of n > 1 apart. `text` never ends in half a character nor in the beginning of a stop
     string; `delta` is what `text` gained. `stop_reason` is the stop string or the token id that ended it.

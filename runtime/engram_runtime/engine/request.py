@@ -62,6 +62,8 @@ class Request:
     first_token_time: float | None = None
     last_token_time: list[float] = field(default_factory=list)
     finish_time: float | None = None
+    metrics: RequestMetrics | None = None
+    """The times as they were last reported; one object for all outputs between two changes."""
     unfinished: int = 0
 
     @property
@@ -77,6 +79,9 @@ class Request:
         transcript = self.transcripts[index]
         delta, new_tokens, logprobs = transcript.take_delta()
         finished = transcript.finish_reason is not None
+        metrics = self.metrics
+        if metrics is None or finished or metrics.first_token_time != self.first_token_time:
+            metrics = self.metrics = RequestMetrics(self.arrival, self.first_token_time, self.finish_time)
         return RequestOutput(
             request_id=self.request_id,
             index=index,
@@ -89,7 +94,7 @@ class Request:
             logprobs=logprobs,
             prompt_logprobs=transcript.take_prompt_logprobs(),
             prompt_tokens=len(self.prompt_ids),
-            cached_tokens=self.first.prefix_tokens,
+            cached_tokens=self.sequences[0].prefix_tokens,
             turn=self.report if finished else None,
-            metrics=RequestMetrics(self.arrival, self.first_token_time, self.finish_time),
+            metrics=metrics,
         )

@@ -25,6 +25,9 @@ from engram_runtime.executor.plan import CacheGeometry, RowOpen, Swap
 
 FAIR_SHARES = 4
 """Prefills that share a step's budget evenly: a long prompt cannot keep short ones waiting, nor all crawl at once."""
+SMALLEST_SHARE = 16
+"""No prefill is cut to less than one part in so many of the budget, while there is that much: sharing evenly what is
+left, again and again, would end in chunks of one token, each of which costs what one of a hundred does."""
 BACKGROUND_CHUNK = 256
 """Tokens a background step may compute: what a request that arrives meanwhile has to wait for."""
 
@@ -60,6 +63,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        """In order of rank, as `_waiting`."""
         self._closes: list[int] = []
         self._steps = 0
         self._in_flight: deque[ScheduledStep] = deque()
@@ -115,7 +119,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that fits the pool (the caller has checked)."""
-        self._enqueue(sequence, Status.WAITING)
+        _file(self._waiting, sequence, Status.WAITING)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing, and give back what it held."""
@@ -148,10 +152,6 @@ class Scheduler:
         """Background sequences that were admitted with nothing left to compute (so they have no row)."""
         return [s for s in self._running if s.background and s.row is None]
 
-    def _enqueue(self, sequence: Sequence, status: Status) -> None:
-        sequence.status = status
-        insort(self._waiting, sequence, key=lambda s: s.rank)
-
     # Planning
 
     def schedule(self) -> ScheduledStep | None:
@@ -172,11 +172,12 @@ class Scheduler:
         return step
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for sequence in sorted(self._running, key=lambda s: s.rank):
+        for sequence in tuple(self._running):
+            # Whoever comes late in this list may have been preempted by one before.
             if sequence.status is not Status.RUNNING or not sequence.is_decode or not sequence.wants_more:
                 continue
             if draft.budget > 0 and self._grow(draft, sequence):
-                self._emit(draft, sequence, 1)
+                self._emit_decode(draft, sequence)
 
     def _grow(self, draft: Draft, sequence: Sequence) -> bool:
         """Room for one more token, taken from lower-ranked sequences if need be."""
@@ -189,7 +190,7 @@ class Scheduler:
                 return True
             if self._shed_lease():
                 continue
-            victim = max((s for s in self._running if s not in draft.planned), key=lambda s: s.rank)
+            victim = next(s for s in reversed(self._running) if s not in draft.planned)
             if victim is sequence and len(self._running) == 1:
                 return False  # only somebody's passing lease is in the way: try again next step
             self._preempt(draft, victim)
@@ -199,24 +200,32 @@ class Scheduler:
     def _plan_prefills(self, draft: Draft, *, background: bool) -> None:
         """Chunks for admitted prefills, then for whoever can be admitted, in order of rank."""
         running = [s for s in self._running if s.background == background and s not in draft.planned]
-        running = sorted((s for s in running if not s.is_decode and s.remaining > 0), key=lambda s: s.rank)
+        running = [s for s in running if not s.is_decode and s.remaining > 0]
         queue = [s for s in self._waiting if s.background == background]
+        computing = [s for s in self._running if _is_computing(s)] if queue else []
         left, grants = draft.budget, list[tuple[Sequence, int]]()
+        least = self._max_tokens // SMALLEST_SHARE
         while (running or queue) and left > 0:
-            share = -(-left // min(FAIR_SHARES, len(running) + len(queue)))
+            share = min(left, max(least, -(-left // min(FAIR_SHARES, len(running) + len(queue)))))
             sequence = running.pop(0) if running else queue.pop(0)
-            if sequence.status is Status.WAITING and self._is_coming(sequence):
+            if sequence.status is Status.WAITING and self._is_coming(sequence, computing):
                 continue
             # In order: nobody overtakes one that waits for room, or a long prompt might wait for ever.
-            if sequence.status is not Status.RUNNING and not self._admit(draft, sequence):
-                break
+            if sequence.status is not Status.RUNNING:
+                if not self._admit(draft, sequence):
+                    break
+                if _is_computing(sequence):
+                    computing.append(sequence)
             if sequence.remaining > 0:
                 grants.append((sequence, self._chunk(sequence, share)))
                 left -= grants[-1][1]
         for sequence, tokens in grants:
             longer = self._chunk(sequence, tokens + left)
             left -= longer - tokens
-            self._emit(draft, sequence, longer)
+            if sequence.is_decode:  # it is back from the host
+                self._emit_decode(draft, sequence)
+            else:
+                self._emit(draft, sequence, longer)
 
     def _chunk(self, sequence: Sequence, most: int) -> int:
         """Tokens of the next chunk: at most `most`, never across a position where something is captured."""
@@ -224,8 +233,8 @@ class Scheduler:
         reach = sequence.total if split is None else min(split, sequence.total)
         return min(most, reach - sequence.computed)
 
-    def _is_coming(self, sequence: Sequence) -> bool:
-        """Whether somebody is just computing what this sequence would compute: wait, and share it."""
+    def _is_coming(self, sequence: Sequence, computing: list[Sequence]) -> bool:
+        """Whether one of those is just computing what this sequence would compute: wait, and share it."""
         leader = sequence.leader
         if leader is not None and leader.status is not Status.FINISHED and leader.done < len(leader.prompt_ids):
             return True
@@ -234,9 +243,12 @@ class Scheduler:
         size = self.cache.block_size
         return any(
             common_prefix(sequence.prompt_ids, other.prompt_ids) // size * size > other.done
-            for other in self._running
-            if not other.background and other.tenant == sequence.tenant and other.done < len(other.prompt_ids)
+            for other in computing
+            if other.tenant == sequence.tenant
         )
+
+    def _emit_decode(self, draft: Draft, sequence: Sequence) -> None:
+        self._count(draft.decode(sequence, self.cache.blocks_for(sequence.computed + 1)))
 
     def _emit(self, draft: Draft, sequence: Sequence, tokens: int) -> None:
         end = sequence.computed + tokens
@@ -245,11 +257,13 @@ class Scheduler:
             slots = self.cache.states.allocate(1)
             slot = None if slots is None else slots[0]
             self.counters.captures_skipped += slot is None
-        self._count(draft.add(sequence, tokens, self.cache.blocks_for(end), slot))
+        self._count(draft.prefill(sequence, tokens, self.cache.blocks_for(end), slot))
 
     def _count(self, work: Work) -> None:
         """Add to exactly one of prefilled, rewarmed, recomputed; a decode of a new token is none of them."""
         sequence = work.sequence
+        if work.start >= sequence.high_water and work.start >= len(sequence.prompt_ids):
+            return
         again = max(0, min(work.end, sequence.high_water) - work.start)
         fresh = max(0, min(work.end, len(sequence.prompt_ids)) - max(work.start, sequence.high_water))
         sequence.recomputed_tokens += again
@@ -284,8 +298,7 @@ class Scheduler:
             return False
         self._drop_lease(sequence)
         self._waiting.remove(sequence)
-        self._running.append(sequence)
-        sequence.status = Status.RUNNING
+        _file(self._running, sequence, Status.RUNNING)
         if sequence.remaining > 0:
             sequence.row = self._free_rows.pop()
             opened = RowOpen(sequence.row, sequence.sampling, sequence.prompt_ids, tuple(sequence.output_ids))
@@ -308,7 +321,7 @@ class Scheduler:
             sequence.computed = 0
             self.counters.preemptions_recomputed += 1
         self._give_back(sequence)
-        self._enqueue(sequence, Status.WAITING if handle is None else Status.SWAPPED)
+        _file(self._waiting, sequence, Status.WAITING if handle is None else Status.SWAPPED)
 
     def _shed_lease(self, below: Sequence | None = None) -> bool:
         """Those who wait may lose what was restored for them before anybody who runs is preempted."""
@@ -352,7 +365,7 @@ class Scheduler:
             sequence = work.sequence
             sequence.in_flight -= work.samples
             sequence.high_water = max(sequence.high_water, work.end)
-            if sequence.status is Status.RUNNING and work.end // size > work.start // size:
+            if work.end // size > work.start // size and sequence.status is Status.RUNNING:
                 self.cache.register(sequence.chain, sequence.token_ids(0, work.end), sequence.block_ids, work.end)
 
     def check_integrity(self) -> None:
@@ -372,3 +385,14 @@ class Scheduler:
         assert not set(rows) & set(self._free_rows), "a row is in use and free"
         handles = {s.swap_handle for s in self._waiting if s.swap_handle is not None}
         assert handles == self.swap.handles, "a host buffer is lost"
+
+
+def _is_computing(sequence: Sequence) -> bool:
+    """Whether others cannot find all of a request's prompt yet."""
+    return not sequence.background and sequence.done < len(sequence.prompt_ids)
+
+
+def _file(queue: list[Sequence], sequence: Sequence, status: Status) -> None:
+    """Put it where its rank says."""
+    sequence.status = status
+    insort(queue, sequence, key=lambda s: s.rank)

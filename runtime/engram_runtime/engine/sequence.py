@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def total(self) -> int:
-        return self.known + self.in_flight
+        return len(self.prompt_ids) + len(self.output_ids) + self.in_flight
 
     @property
     def done(self) -> int:
@@ -108,7 +108,8 @@ class Sequence:
     @property
     def is_decode(self) -> bool:
         """The next step feeds just the token sampled last."""
-        return self.remaining == 1 and self.computed >= len(self.prompt_ids)
+        prompt, computed = len(self.prompt_ids), self.computed
+        return computed >= prompt and prompt + len(self.output_ids) + self.in_flight - computed == 1
 
     def token_ids(self, first: int, last: int) -> array[int]:
         """Known tokens [first, last), array("I")."""

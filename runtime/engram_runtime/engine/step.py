@@ -35,7 +35,11 @@ class Draft:
     """Collects a step; `budget` is what is left of the token budget."""
 
     budget: int
-    entries: list[tuple[SequencePlan, Work]] = field(default_factory=list)
+    decodes: list[SequencePlan] = field(default_factory=list)
+    """Of one token behind others: the executor's metadata counts on these coming before all chunks."""
+    chunks: list[SequencePlan] = field(default_factory=list)
+    decode_work: list[Work] = field(default_factory=list)
+    chunk_work: list[Work] = field(default_factory=list)
     opens: list[RowOpen] = field(default_factory=list)
     swap_out: list[Swap] = field(default_factory=list)
     swap_in: list[Swap] = field(default_factory=list)
@@ -48,10 +52,24 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        return not self.entries and not self.swap_out
+        return not (self.decodes or self.chunks or self.swap_out)
 
-    def add(self, sequence: Sequence, tokens: int, blocks: int, capture_slot: int | None) -> Work:
-        """Plan the next `tokens` tokens of a running sequence, whose first `blocks` blocks cover them."""
+    def decode(self, sequence: Sequence, blocks: int) -> Work:
+        """Plan the next token of a running sequence that decodes, whose first `blocks` blocks have room for it."""
+        row, start, before, after = sequence.row, sequence.computed, sequence.state_slot, sequence.spare_slot
+        if row is None:
+            raise RuntimeError(f"sequence {sequence.key} is planned without a row")
+        self.decodes.append(SequencePlan(row, start, None, sequence.block_ids[:blocks], before or 0, True, after))
+        sequence.spare_is_before = after is not None
+        if after is not None:
+            sequence.state_slot, sequence.spare_slot = after, before
+        work = Work(sequence, start, start + 1, row, True)
+        self.decode_work.append(work)
+        self._note(work)
+        return work
+
+    def prefill(self, sequence: Sequence, tokens: int, blocks: int, capture_slot: int | None) -> Work:
+        """Plan the next `tokens` known tokens of a running sequence, whose first `blocks` blocks cover them."""
         if sequence.row is None:
             raise RuntimeError(f"sequence {sequence.key} is planned without a row")
         start, end = sequence.computed, sequence.computed + tokens
@@ -59,32 +77,33 @@ class Draft:
         plan = SequencePlan(
             row=sequence.row,
             start=start,
-            token_ids=None if sequence.is_decode else sequence.token_ids(start, end),
+            token_ids=sequence.token_ids(start, end),
             block_ids=sequence.block_ids[:blocks],
             state_slot=sequence.state_slot or 0,
             sample=samples,
-            state_target=sequence.spare_slot if sequence.is_decode else None,
             prompt_logprobs=sequence.sampling.prompt_logprobs is not None and start < len(sequence.prompt_ids) - 1,
         )
         work = Work(sequence, start, end, sequence.row, samples, capture_slot)
         if capture_slot is not None:
-            self.state_saves.append(Copy(plan.written_slot, capture_slot))
-        sequence.spare_is_before = plan.state_target is not None
-        if plan.state_target is not None:
-            sequence.state_slot, sequence.spare_slot = plan.state_target, plan.state_slot
-        self.entries.append((plan, work))
-        self.planned.add(sequence)
-        self.budget -= tokens
-        sequence.computed = end
-        sequence.in_flight += samples
+            self.state_saves.append(Copy(plan.state_slot, capture_slot))
+        sequence.spare_is_before = False
+        single = tokens == 1 and start > 0
+        (self.decodes if single else self.chunks).append(plan)
+        (self.decode_work if single else self.chunk_work).append(work)
+        self._note(work)
         return work
 
+    def _note(self, work: Work) -> None:
+        sequence = work.sequence
+        self.planned.add(sequence)
+        self.budget -= work.end - work.start
+        sequence.computed = work.end
+        sequence.in_flight += work.samples
+
     def seal(self, number: int, closes: list[int], swap_drops: list[int]) -> ScheduledStep:
-        # Decodes first: the executor's metadata counts on it.
-        self.entries.sort(key=lambda entry: not (entry[0].num_tokens == 1 and entry[0].start > 0))
         plan = StepPlan(
             step=number,
-            sequences=tuple(entry[0] for entry in self.entries),
+            sequences=(*self.decodes, *self.chunks),
             opens=tuple(self.opens),
             closes=tuple(closes),
             swap_out=tuple(self.swap_out),
@@ -94,4 +113,4 @@ class Draft:
             state_loads=tuple(self.state_loads),
             state_saves=tuple(self.state_saves),
         )
-        return ScheduledStep(plan, [entry[1] for entry in self.entries], self.held_blocks, self.held_states)
+        return ScheduledStep(plan, self.decode_work + self.chunk_work, self.held_blocks, self.held_states)

@@ -10,6 +10,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._first = frozenset(stop[:1] for stop in self._stops)
+        """Characters that a stop string begins with: most text has none where it ends."""
+        self._longest = max((len(stop) for stop in self._stops), default=1) - 1
         self._include = include
         self._held = ""
 
@@ -19,6 +22,8 @@ class StopStrings:
         With `active` false a completed stop string is ordinary text (min_tokens is not reached yet); one that begins
         now and is completed later still counts.
         """
+        if not self._stops:
+            return piece, None
         text = self._held + piece
         if active:
             found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
@@ -32,11 +37,12 @@ class StopStrings:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of `text` that is a proper beginning of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            end = text[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
+        size = len(text)
+        for place in range(max(0, size - self._longest), size):
+            if text[place] in self._first:
+                end = text[place:]
+                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
+                    return len(end)
         return 0
 
     def flush(self) -> str:

@@ -54,10 +54,9 @@ class Transcript:
         count = len(self.token_ids)
         may_stop = count >= params.min_tokens
         stops_here = may_stop and (token in self._eos or token in params.stop_token_ids)
-        if not stops_here or params.include_stop_str_in_output:
-            piece = self._detokenizer.push(token) if self._detokenizer is not None else ""
-            if self._show(piece, active=may_stop):
-                return True
+        detokenizer = self._detokenizer if not stops_here or params.include_stop_str_in_output else None
+        if detokenizer is not None and self._show(detokenizer.push(token), active=may_stop):
+            return True
         if stops_here:
             return self._finish("stop", None if token in self._eos else token)
         if count >= self._max_new:
