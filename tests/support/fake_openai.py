@@ -140,6 +140,7 @@ class FakeEngine:
                         return
                     gone.cancel()
                     await asyncio.gather(gone, return_exceptions=True)
+                    self.aborted += isinstance(work.exception(), ConnectionError)  # seen by a write before the read
                     alive = work.result()
                 if not alive:
                     return

@@ -351,10 +351,12 @@ def test_a_dropped_stream_frees_the_engine(plain):
     body = {"model": NAME, "prompt": "Bees", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with loopback.stream("POST", f"{plain.url}/v1/completions", json=body, timeout=240) as response:
         next(response.iter_lines())
-    loaded = plain.server.state.loaded
+    engine = plain.server.state.loaded.engine
+    left_at = engine.stats().steps
     with Stopwatch() as watch:
-        while loaded.engine.stats().running:
-            assert watch.seconds < 0.7
+        while engine.stats().running:
+            # At once; where others have the processor, within what the engine computes in that time.
+            assert watch.seconds < 0.7 or engine.stats().steps - left_at < 40
             time.sleep(0.005)
     assert complete(plain).choices
 
