@@ -324,7 +324,8 @@ class AsyncLLMEngine:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_seconds
-        self._refusal = "the engine is draining: it takes no more requests"
+        with self._lock:  # who got past the refusal on another thread has a stream by now
+            self._refusal = "the engine is draining: it takes no more requests"
         while self._streams and self._error is None and loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         finished = not self._streams
@@ -338,8 +339,8 @@ class AsyncLLMEngine:
 
     async def aclose(self) -> None:
         """Abort everything, stop the thread, close the snapshot service. Idempotent."""
-        self._refusal = "the engine was closed"
         with self._lock:
+            self._refusal = "the engine was closed"
             first, self._stopping = not self._stopping, True
         self._engine.wake()
         await asyncio.to_thread(self._thread.join)
