@@ -16,6 +16,7 @@ from tests.e2e.cluster.client import Client, names
 from tests.e2e.conftest import new_namespace
 
 MODEL = "plain"
+KNOWN_SECONDS = 60  # admission looks kinds up anew every half a minute: ours may just have been installed
 NETWORK = "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies"
 BUDGETS = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets"
 MONITORS = "/apis/monitoring.coreos.com/v1/namespaces/{}/podmonitors"
@@ -59,7 +60,8 @@ def plain(kube: Client, operator: str, tiny_model: str) -> Iterator[str]:
             kube.apply(POD_MONITOR)
             kube.kubectl("wait", "--for=condition=Established", f"customresourcedefinition/{definition}")
         kube.apply(resources.model(MODEL, tiny_model, replicas=2, suspend=True), namespace=namespace)
-        kube.until("its account", lambda: f"{MODEL}-engine" in names(kube.objects(ACCOUNTS.format(namespace))), 30)
+        accounts = ACCOUNTS.format(namespace)
+        kube.until("its account", lambda: f"{MODEL}-engine" in names(kube.objects(accounts)), KNOWN_SECONDS)
         yield namespace
         kube.kubectl("delete", "engrammodel", MODEL, "--timeout=60s", namespace=namespace)
         if not there:

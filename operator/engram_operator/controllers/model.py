@@ -25,7 +25,7 @@ from engram_operator.controllers.warnings import Warnings, lacks_pods, silent
 from engram_operator.engines import EngineError, EnginePod, EngineStatus, engine_pods
 from engram_operator.kube.cache import Cache
 from engram_operator.kube.client import Kube, Object
-from engram_operator.kube.errors import Conflict, Forbidden, Invalid, NotFound, ServerFailed
+from engram_operator.kube.errors import Conflict, Forbidden, Invalid, KindUnknown, NotFound, ServerFailed
 from engram_operator.kube.kinds import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
@@ -139,7 +139,7 @@ class ModelController:
         except Unwanted as unwanted:
             refusal = unwanted.refusal
             waits.append(REFUSED_SECONDS if refusal.reason in LIFTED else None)
-        except StillGoing:
+        except (StillGoing, KindUnknown):
             return SOON_SECONDS
         if refusal is None and rollout is not None and rollout.rolls:
             return SOON_SECONDS  # the cache still shows the version before, and a status would call that the wanted one

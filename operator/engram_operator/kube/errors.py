@@ -24,6 +24,8 @@ class KubeError(Exception):
         if status == 500 and any(words in message for words in _UNREADABLE):
             # A field that the kind does not have, a quantity that is none: answered as the server's own fault.
             return Invalid(status, "Invalid", message)
+        if status == 403 and _UNMAPPED in message:
+            return KindUnknown(status, reason, message)
         if status in _CLASSES:
             return _CLASSES[status](status, reason, message)
         if status == 500:
@@ -55,10 +57,16 @@ class Unavailable(KubeError):
     """No answer, or none that says anything about the object; trying later may help."""
 
 
+class KindUnknown(Unavailable):
+    """The server's admission does not know the owner's kind yet: it looks kinds up anew every half a minute, and ours
+    may just have been installed. Only where OwnerReferencesPermissionEnforcement is on, as on OpenShift."""
+
+
 class ServerFailed(Unavailable):
     """The server, or an admission webhook that it asked, failed over this object; it may fail over no other."""
 
 
+_UNMAPPED = "cannot find RESTMapping"
 _UNREADABLE = ("failed to create typed patch object", "failed to convert new object")
 _CLASSES: dict[int, type[KubeError]] = {
     400: Invalid,

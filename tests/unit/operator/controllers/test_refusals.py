@@ -144,6 +144,23 @@ async def test_a_server_that_fails_over_one_object_is_told_and_asked_again() -> 
     assert world.condition("Accepted")[0] == "True"
 
 
+async def test_a_server_that_does_not_know_our_kind_yet_is_asked_again_soon_and_nobody_is_alarmed() -> None:
+    world = World()
+    world.model()
+    words = (
+        'statefulsets.apps "m" is forbidden: cannot set blockOwnerDeletion in this case because cannot find RESTMapping'
+        ' for APIVersion engram.dev/v1alpha1 Kind EngramModel: no matches for kind "EngramModel"'
+    )
+    failure = world.kube.fail(403, "patch", STATEFULSETS, times=None, message=words)
+    again = await world.look()
+    assert again is not None
+    assert again <= 2
+    assert world.kube.store.requests[-1].verb == "patch", "neither a status nor an event says that something is wrong"
+    failure.times = 0
+    await world.steady()
+    assert world.condition("Accepted")[0] == "True"
+
+
 async def test_a_webhook_that_is_away_is_told_once() -> None:
     """Its message has the local port of the connection, which is another each time."""
     world = World()
