@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_runtime.cli.lazy import CommandError, load
+from engram_runtime.cli.quantities import seconds
 
 OPS = ("attention", "experts", "linear")
 
@@ -50,7 +51,7 @@ def register(commands: Any) -> None:
         help="bfloat16 or float16 where the checkpoint is served in another dtype than its own",
     )
     parser.add_argument(
-        "--seconds", type=float, default=1800.0, metavar="SECONDS", help="try nothing more after this (default: 1800)"
+        "--seconds", type=seconds, default="30m", metavar="TIME", help="try nothing more after this (default: 30m)"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the tables (default: $XDG_CACHE_HOME/engram/tuning)"
@@ -58,7 +59,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--force", action="store_true", help="search also what the table has already")
     parser.add_argument(
         "--workers",
-        type=int,
+        type=_workers,
         default=max(0, min(8, (os.cpu_count() or 1) - 2)),
         metavar="N",
         help="processes that compile candidates ahead, each with a context on the GPU; 0: none (default: %(default)s)",
@@ -74,6 +75,12 @@ def _ops(text: str) -> tuple[str, ...]:
     if not all(name in OPS for name in names):
         raise argparse.ArgumentTypeError(f"some of {', '.join(OPS)}, got {text!r}")
     return names
+
+
+def _workers(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"a number of processes, 0 for none, got {text!r}")
+    return int(text)
 
 
 def _rows(text: str) -> tuple[int, ...]:

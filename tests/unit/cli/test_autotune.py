@@ -170,3 +170,13 @@ def test_processes_are_started_only_when_asked_for() -> None:
 def test_other_sizes_and_ops_are_refused(word: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(options(tmp_path, *word))
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seconds", "nan"), ("--seconds", "-5"), ("--workers", "-1")])
+def test_limits_that_are_none_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(options(tmp_path, f"{option}={value}"))
+    assert refused.value.code == 2
+    assert f"argument {option}: " in capsys.readouterr().err
