@@ -77,11 +77,10 @@ class _Said:
 class Kube:
     """All calls retry 429, 5xx and lost connections with jitter until `deadline_s` seconds have passed.
 
-    A 500 is often about the one object (no address is left for a Service, an admission webhook is away), and whoever
-    waits for it keeps others waiting: it is retried for `failed_s` seconds only.
-
     That is safe because every write can be repeated: apply and delete by nature, create because "it exists" is an
-    answer, merge patches because they carry the resourceVersion. `wrote(kind, verb)` is told of every write that the
+    answer, merge patches because they carry the resourceVersion. A 500 is often about the one object (no address is
+    left for a Service, an admission webhook is away), and whoever waits for it keeps others waiting: it is retried for
+    `failed_s` seconds only. `wrote(kind, verb)` is told of every write that the
     server took. While `may_write` says no, writes raise Unavailable: another process may be leading.
     """
 
