@@ -165,7 +165,7 @@ class Sample(Protocol):
 
 
 class CopyBlocks(Protocol):
-    def __call__(self, kv: Tensor, src: Tensor, dst: Tensor) -> None: ...
+    def __call__(self, kv_layers: Sequence[Tensor], src: Tensor, dst: Tensor) -> None: ...
 
 
 class GatherKv(Protocol):

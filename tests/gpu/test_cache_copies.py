@@ -28,12 +28,13 @@ def test_gather_and_scatter(first: int, count: int, dtype: torch.dtype, dim: int
 
 
 def test_copies_between_blocks_and_slots() -> None:
-    kv = torch.randn(2, 50, 8, 16, 128, device="cuda").to(torch.bfloat16)
+    layers = [torch.randn(2, 50, 8, 16, 128, device="cuda").to(torch.bfloat16) for _ in range(3)]
     src, dst = torch.randperm(50, device="cuda")[:20].chunk(2)
-    expected = kv.clone()
-    expected[:, dst] = expected[:, src]
-    copy_blocks(kv, src, dst)
-    assert torch.equal(kv, expected)
+    expected = [kv.clone() for kv in layers]
+    for kv in expected:
+        kv[:, dst] = kv[:, src]
+    copy_blocks(layers, src, dst)
+    assert all(torch.equal(a, b) for a, b in zip(layers, expected, strict=True))
     ssm = torch.randn(6, 36, 48, 64, 128, device="cuda")
     conv = torch.randn(6, 36, 3328, 3, device="cuda").to(torch.bfloat16)
     states = ssm.clone(), conv.clone()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
-def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copy blocks src [n] to dst [n] (int64, dst distinct) of kv [2, NB, K, PAGE, D] in place.
+def copy_blocks(kv_layers: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Copy blocks src [n] to dst [n] (int64, dst distinct) of every layer's kv [2, NB, K, PAGE, D] in place.
 
     All sources are read before any destination is written.
     """
-    kv[:, dst] = kv[:, src]
+    for kv in kv_layers:
+        kv[:, dst] = kv[:, src]

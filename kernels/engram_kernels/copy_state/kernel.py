@@ -1,4 +1,4 @@
-"""Recurrent-state copies between slots: running states into checkpoint slots and back.
+"""Recurrent-state copies between slots: running states into checkpoint slots and back, in one launch.
 
 A slot holds all layers of a sequence side by side (slot-major), so a copy is one contiguous span for ssm and one for
 conv. States are copied as they are, bit by bit. Sources and destinations are disjoint: a checkpoint never overwrites
@@ -12,27 +12,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+BLOCK = 2048
+"""Words of a program."""
+
 
 @triton.jit
-def _copy(state, src, dst, size, BLOCK: tl.constexpr):
-    """Program (pair, part): BLOCK words of one slot of `size` words."""
+def _span(state, a, b, size, part, BLOCK: tl.constexpr):
+    """BLOCK words of a slot of `size` words, from slot a to slot b."""
+    i = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(state + b * size + i, tl.load(state + a * size + i, mask=i < size), mask=i < size)
+
+
+@triton.jit
+def _copy(ssm, conv, src, dst, ssm_size, conv_size, ssm_parts, BLOCK: tl.constexpr):
+    """Program (pair, part): the first `ssm_parts` parts are of ssm, the others of conv."""
     pair = tl.program_id(0)
-    i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(src + pair).to(tl.int64) * size
-    b = tl.load(dst + pair).to(tl.int64) * size
-    tl.store(state + b + i, tl.load(state + a + i, mask=i < size), mask=i < size)
+    part = tl.program_id(1)
+    a = tl.load(src + pair).to(tl.int64)
+    b = tl.load(dst + pair).to(tl.int64)
+    if part < ssm_parts:
+        _span(ssm, a, b, ssm_size, part, BLOCK)
+    else:
+        _span(conv, a, b, conv_size, part - ssm_parts, BLOCK)
+
+
+def _words(state: Tensor) -> Tensor:
+    """[slots, n] of the widest integers that a slot is a whole number of."""
+    words = state.view(state.shape[0], -1)
+    for wide in (torch.int64, torch.int32, torch.int16):
+        if words.shape[1] * words.element_size() % wide.itemsize == 0 and words.data_ptr() % wide.itemsize == 0:
+            return words.view(wide)
+    return words
 
 
 def copy_state(ssm: Tensor, conv: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy slots src [n] to dst [n] of ssm and conv [slots, layers, ...] in place; no slot is in both src and dst."""
     if not src.numel():
         return
-    for state in (ssm, conv):
-        words = state.view(state.shape[0], -1)
-        for wide in (torch.int64, torch.int32, torch.int16):
-            if words.shape[1] * words.element_size() % wide.itemsize == 0 and words.data_ptr() % wide.itemsize == 0:
-                words = words.view(wide)
-                break
-        size = words.shape[1]
-        if size:
-            _copy[(src.numel(), -(-size // 2048))](words, src, dst, size, 2048, num_warps=8)
+    states = [_words(state) for state in (ssm, conv)]
+    sizes = [words.shape[1] for words in states]
+    parts = [-(-size // BLOCK) for size in sizes]
+    if sum(parts):
+        _copy[(src.numel(), sum(parts))](*states, src, dst, *sizes, parts[0], BLOCK, num_warps=8)

@@ -97,9 +97,7 @@ class Executor:
             if swap.state_slot is not None:
                 self.transfer.write_state(swap.state_slot, state)
         if plan.block_copies:
-            src, dst = self._pairs(plan.block_copies)
-            for kv in self._caches.kv:
-                self._ops.copy_blocks(kv, src, dst)
+            self._ops.copy_blocks(self._caches.kv, *self._pairs(plan.block_copies))
         self._copy_states(plan.state_loads)
 
     def _copy_states(self, copies: Sequence[Copy]) -> None:

@@ -12,6 +12,7 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.executor.device import executor as executors
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan, StepPlan
 from tests.support.device_step import load_tiny, make_executor
@@ -115,6 +116,15 @@ def test_every_style_of_sampling_in_mixed_company(tiny: Get, family: str, kind: 
     prompts = prompts_for(1, 10)
     ours = serve(make_engine(tiny, family, kind), prompts, seed=1)
     assert_same(ours, serve(make_engine(tiny, family, "plain"), prompts, seed=1))
+
+
+def test_changes_without_room_beside_a_recorded_plan_travel_by_themselves(
+    tiny: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "CHANGE_WORDS", 0)
+    prompts = prompts_for(3, 6)
+    ours = serve(make_engine(tiny, "granite", "recorded"), prompts, seed=3)
+    assert_same(ours, serve(make_engine(tiny, "granite", "plain"), prompts, seed=3))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engram_kernels.metadata import PAGE
-from engram_runtime.executor.device.gather import gather
+from engram_runtime.executor.device.gather import change, gather
 from engram_runtime.executor.device.graphs import StepGraphs, batch_sizes, why_not_recorded
 from engram_runtime.executor.device.inputs import decode_lines, gather_reference
 from engram_runtime.executor.device.sampling import Way, way_of
 from engram_runtime.executor.device.staging import Packer, float_bits
-from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, open_words
+from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, change_reference, open_words
 from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan
 from tests.support.device_step import Again
 
@@ -36,6 +36,8 @@ def test_arrays_of_any_kind_travel_in_one_copy() -> None:
     assert packer.take(first).tolist() == [1, -5]
     assert packer.take(nothing).tolist() == []
     assert packer.take(floats).view(torch.float64).tolist() == [0.25, -1e30]
+    aligned = [packer.take(part).data_ptr() % 16 == 0 for part in (first, floats)]
+    assert all(aligned), "a kernel would be compiled once more for this array"
     with pytest.raises(RuntimeError, match="before its copy"):
         Packer(CPU).take(first)
 
@@ -43,7 +45,7 @@ def test_arrays_of_any_kind_travel_in_one_copy() -> None:
 def test_an_opened_row_holds_what_was_asked_for() -> None:
     tables = RowTables(3, 4, 9, CPU)
     words = open_words(opened(1, (5,), (7, 8), temperature=0.5, seed=-3, top_k=11, min_p=0.125, top_p=0.75))
-    tables.open(torch.tensor(words + open_words(opened(2))))
+    change_reference(tables, torch.tensor(words + open_words(opened(2))), torch.tensor([], dtype=torch.int64))
     assert tables.last.tolist()[1:3] == [8, 0]
     assert tables.ints[:, 1].tolist() == [-3, 11]
     assert tables.floats[:, 1].tolist() == [0.5, 0.75, 0.125, 1.0, 0.0, 0.0]
@@ -68,6 +70,26 @@ def test_a_batch_is_filled_up_with_the_spare_row() -> None:
         [3, 5, 8, 8], [16, 40, 0, 0], [2, 1, 6, 6], [1, 4, 4, 4], [8, 30, 30, 30], [2, 3, 6, 6]
     ]  # fmt: skip
     assert [lines.tolist() for lines in more] == [[[5, 5, 5], [0, 1, 2], [1, 2, 3]]]  # rows, columns, blocks
+
+
+@pytest.mark.parametrize(("rows", "updates"), [((), 5), ((3, 0), 0), ((1,), 1), ((5, 2, 4), 2500)])
+def test_the_changing_kernel_equals_its_reference(rows: tuple[int, ...], updates: int) -> None:
+    generator = torch.Generator().manual_seed(len(rows))
+    words = [
+        word
+        for row in rows
+        for word in open_words(
+            opened(row, (1,), (row + 7,), temperature=row / 3, seed=-(1 << 40), top_k=row, top_p=0.3)
+        )
+    ]
+    places = torch.randperm(6 * 700, generator=generator)[:updates]
+    lines = torch.stack([places // 700, places % 700, torch.randint(0, 1 << 30, (updates,), generator=generator)])
+    found, expected = RowTables(6, 700, 77, CPU), RowTables(6, 700, 77, CPU)
+    for tables, function in ((found, change), (expected, change_reference)):
+        function(tables, torch.tensor(words, dtype=torch.int64), lines.reshape(-1))
+    for name in ("last", "ints", "floats", "blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert not rows or found.last[rows[0]] == rows[0] + 7
 
 
 def test_the_gathering_kernel_equals_its_reference() -> None:

@@ -48,11 +48,12 @@ def test_append_into_a_view_of_a_larger_pool(ops):
 
 
 def test_copy_blocks_reads_every_source_before_it_writes(ops):
-    kv = torch.randn(2, 6, 2, PAGE, 4)
-    before = kv.clone()
-    ops.copy_blocks(kv, torch.tensor([1, 2, 4]), torch.tensor([2, 1, 5]))
-    assert torch.equal(kv[:, [2, 1, 5]], before[:, [1, 2, 4]])
-    assert torch.equal(kv[:, [0, 3, 4]], before[:, [0, 3, 4]])
+    layers = [torch.randn(2, 6, 2, PAGE, 4) for _ in range(3)]
+    before = [kv.clone() for kv in layers]
+    ops.copy_blocks(layers, torch.tensor([1, 2, 4]), torch.tensor([2, 1, 5]))
+    for kv, old in zip(layers, before, strict=True):
+        assert torch.equal(kv[:, [2, 1, 5]], old[:, [1, 2, 4]])
+        assert torch.equal(kv[:, [0, 3, 4]], old[:, [0, 3, 4]])
 
 
 def test_copy_state_moves_whole_slots(ops):

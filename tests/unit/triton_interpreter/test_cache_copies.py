@@ -39,16 +39,20 @@ def test_spans_outside_the_table_are_refused() -> None:
         scatter_kv(torch.zeros(2, 2, 3, 4, 12), layers, BLOCKS, 0)
 
 
-def test_copy_blocks() -> None:
-    kv = torch.randn(2, 6, 2, 16, 12)
-    expected = kv.clone()
-    expected[:, [4, 0]] = expected[:, [1, 5]]
-    copy_blocks(kv, torch.tensor([1, 5]), torch.tensor([4, 0]))
-    assert torch.equal(kv, expected)
+@pytest.mark.parametrize(("heads", "dim"), [(2, 12), (20, 16)], ids=["one part", "several parts"])
+def test_copy_blocks(heads: int, dim: int) -> None:
+    layers = [torch.randn(2, 6, heads, 16, dim) for _ in range(3)]
+    expected = [kv.clone() for kv in layers]
+    for kv in expected:
+        kv[:, [4, 0]] = kv[:, [1, 5]]
+    copy_blocks(layers, torch.tensor([1, 5]), torch.tensor([4, 0]))
+    assert all(torch.equal(a, b) for a, b in zip(layers, expected, strict=True))
+    copy_blocks([], torch.tensor([1]), torch.tensor([4]))
 
 
-def test_copy_state() -> None:
-    ssm, conv = torch.randn(5, 3, 2, 4, 9), torch.randn(5, 3, 7, 3).to(torch.bfloat16)
+@pytest.mark.parametrize("conv_shape", [(5, 3, 7, 3), (5, 2, 1025, 3)], ids=["odd", "large"])
+def test_copy_state(conv_shape: tuple[int, ...]) -> None:
+    ssm, conv = torch.randn(5, 3, 2, 4, 9), torch.randn(conv_shape).to(torch.bfloat16)
     expected = ssm.clone(), conv.clone()
     for state in expected:
         state[[3, 0]] = state[[1, 4]]

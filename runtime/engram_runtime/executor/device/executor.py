@@ -28,7 +28,7 @@ from engram_runtime.executor.device.inputs import (
     MixedInputs,
     decode_inputs,
     decode_lines,
-    resolve_gather,
+    resolve_kernels,
 )
 from engram_runtime.executor.device.memory import Memory
 from engram_runtime.executor.device.mixed import (
@@ -47,6 +47,9 @@ from engram_runtime.executor.executor import PROMPT_LOGPROB_ROWS
 from engram_runtime.executor.memory import allocate_caches
 from engram_runtime.executor.plan import CacheGeometry, SequencePlan, StepPlan, StepResult
 from engram_runtime.models.base import CausalLM
+
+CHANGE_WORDS = 1 << 16
+"""Room beside a recorded step's plan for what else the step sends: 20,000 blocks that tables gain."""
 
 
 class DeviceExecutor:
@@ -83,9 +86,9 @@ class DeviceExecutor:
             width = -(-geometry.max_model_len // PAGE) + 1
             self._tables = RowTables(max_num_seqs, width, geometry.num_blocks, device)
             words = max(DECODE_LINES * max_num_seqs, largest_words(max_num_seqs))
-            self._plan = torch.zeros(words, dtype=torch.int64, device=device)
+            self._plan = torch.zeros(words + CHANGE_WORDS, dtype=torch.int64, device=device)
             self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._gather = resolve_gather(device)
+        self._gather, self._change = resolve_kernels(device)
         self._seen: SeenTokens | None = None
         self._rows: dict[int, HostRow] = {}
         self._memory = Memory(ops, self._caches, device)
@@ -158,8 +161,7 @@ class DeviceExecutor:
     def _launch(self, plan: StepPlan) -> Pending:
         pending = Pending(plan.step)
         packer = Packer(self._device)
-        opens = self._change_rows(plan, packer)
-        copies = self._memory.pack(plan, packer)
+        opened = self._change_rows(plan)
         sequences = plan.sequences
         shape = self._shape_of(sequences)
         words: np.ndarray | None = None
@@ -172,28 +174,29 @@ class DeviceExecutor:
             if shape is not None:
                 laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot)
                 words, places, last = laid_out.words, laid_out.places, laid_out.last
-            elif sequences:
-                mixed = MixedInputs(sequences, packer)
-        update = packer.add(np.concatenate(updates, axis=1)) if updates else None
         sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
         numbers = [s.row for _, s in sampled]
         rows = [self._rows[number] for number in numbers]
         way = way_of(rows)
+        step = self._graph_of(shape, way)  # first: recording uses the memory that the plan goes to
+        if words is not None:
+            packer.add(words)  # a recorded step reads its plan from the front
+        elif sequences:
+            mixed = MixedInputs(sequences, packer)
+        changes = packer.add(opened), packer.add(np.concatenate(updates, axis=1) if updates else ())
+        copies = self._memory.pack(plan, packer)
         sampling: StepSampling | None = None
         if sampled and (shape is None or way is Way.HIDDEN):
             positions = [s.start + s.num_tokens for _, s in sampled]
             last = [last[index] for index, _ in sampled]
             sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
-        if len(packer):
-            packer.flush()
-        if opens is not None:
-            self._tables.open(packer.take(opens))
-        if update is not None:
-            self._tables.update_blocks(packer.take(update))
+        self._send(packer, words)
+        if opened or updates:
+            self._change(self._tables, *map(packer.take, changes))
         self._memory.move(plan, copies, packer)
         hidden: Tensor | None = None
-        if shape is not None and words is not None:
-            outputs = self._replay(shape, way, words)
+        if step is not None:
+            outputs = step()
             if way is Way.HIDDEN:
                 hidden = outputs[0]
             else:
@@ -211,7 +214,8 @@ class DeviceExecutor:
             row.generated += 1
         return pending
 
-    def _change_rows(self, plan: StepPlan, packer: Packer) -> slice | None:
+    def _change_rows(self, plan: StepPlan) -> list[int]:
+        """Close and open rows; what the device has to know of it (see `open_words`)."""
         for row in plan.closes:
             self._rows.pop(row, None)
         words: list[int] = []
@@ -220,7 +224,7 @@ class DeviceExecutor:
             words += open_words(opened)
             if opened.sampling.needs_history:
                 self._seen_tokens().open(opened)
-        return packer.add(words) if words else None
+        return words
 
     def _seen_tokens(self) -> SeenTokens:
         if self._seen is None:
@@ -274,20 +278,27 @@ class DeviceExecutor:
             return self._graphs.size_for(len(sequences))
         return mixed_shape(sequences, self._max_rows)
 
-    def _replay(self, shape: Shape, way: Way, words: np.ndarray) -> tuple[Tensor, ...]:
-        assert self._graphs is not None
-        step = self._graphs.get(shape, way)  # first: recording uses the memory that the plan goes to
-        self._send(words)
-        return step()
+    def _graph_of(self, shape: Shape | None, way: Way) -> Step | None:
+        return None if shape is None or self._graphs is None else self._graphs.get(shape, way)
 
     def _rest(self, shape: Shape) -> None:
         """Point a step at nothing but spare rows."""
         if isinstance(shape, int):
-            self._send(decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0])
+            words = decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0]
         else:
-            self._send(mixed_plan(shape, (), self._tables, self._spare_slot).words)
+            words = mixed_plan(shape, (), self._tables, self._spare_slot).words
+        self._send_plan(words)
 
-    def _send(self, words: np.ndarray) -> None:
+    def _send(self, packer: Packer, words: np.ndarray | None) -> None:
+        """What was packed to the device: with a recorded step's plan, where that step reads it, in one copy if there
+        is room for the rest beside it."""
+        together = words is not None and len(packer) <= self._plan.numel()
+        if words is not None and not together:
+            self._send_plan(words)
+        if len(packer):
+            packer.flush(into=self._plan if together else None)
+
+    def _send_plan(self, words: np.ndarray) -> None:
         packer = Packer(self._device)
         packer.add(words)
         packer.flush(into=self._plan)

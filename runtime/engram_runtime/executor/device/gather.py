@@ -1,7 +1,7 @@
-"""Inputs of a decode step, gathered from the row tables in one launch: the first kernel of a decode graph.
+"""The row tables' two kernels: what a step changes in them, and the inputs of a decode step, each in one launch.
 
-It must not let its successor start early (no dependent launch): every later kernel may read what it writes, the step's
-metadata, before it waits for its own predecessor.
+The second is the first kernel of a decode graph. It must not let its successor start early (no dependent launch): every
+later kernel may read what it writes, the step's metadata, before it waits for its own predecessor.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engram_kernels.metadata import PAGE as PAGE_TOKENS
+from engram_runtime.executor.device.tables import OPEN_WORDS, RowTables
 
 BLOCK = 1024
 
@@ -68,3 +69,36 @@ def gather(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, blocks: Ten
         plan, last, ints, floats, blocks, *outputs, last.shape[0] - 1, batch, stride, PAGE_TOKENS, BLOCK, num_warps=4
     )
     return outputs
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "opened", "count"])
+def _change(
+    opens, updates, last, ints, floats, tables, rows, stride, opened, count, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program i: row i of those that are opened, or BLOCK of the updates of block tables."""
+    i = tl.program_id(0)
+    if i < opened:
+        words = opens + i * WORDS
+        row = tl.load(words)
+        tl.store(last + row, tl.load(words + 1))
+        for line in tl.static_range(2):
+            tl.store(ints + line * rows + row, tl.load(words + 2 + line))
+        for line in tl.static_range(WORDS - 4):
+            value = tl.load(words + 4 + line).to(tl.float64, bitcast=True)
+            tl.store(floats + line * rows + row, value.to(tl.float32))
+    else:
+        j = (i - opened) * BLOCK + tl.arange(0, BLOCK)
+        live = j < count
+        row = tl.load(updates + j, mask=live, other=0)
+        column = tl.load(updates + count + j, mask=live, other=0)
+        block = tl.load(updates + 2 * count + j, mask=live, other=0)
+        tl.store(tables + row * stride + column, block.to(tl.int32), mask=live)
+
+
+def change(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
+    """As `tables.change_reference`."""
+    opened, count = opens.numel() // OPEN_WORDS, updates.numel() // 3
+    _change[(opened + -(-count // BLOCK),)](
+        opens, updates, tables.last, tables.ints, tables.floats, tables.blocks, tables.ints.shape[1],
+        tables.blocks.stride(0), opened, count, OPEN_WORDS, BLOCK, num_warps=4,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram_kernels.metadata import PAGE, StepMetadata
 from engram_runtime.executor.device.staging import Packer
-from engram_runtime.executor.device.tables import HostRow, RowTables, update_lines
+from engram_runtime.executor.device.tables import Change, HostRow, RowTables, change_reference, update_lines
 from engram_runtime.executor.plan import SequencePlan
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -89,12 +89,12 @@ def gather_reference(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, b
     return ids, slots, ends.int(), ends, has_state, blocks[rows], ints[:, rows], floats[:, rows]
 
 
-def resolve_gather(device: torch.device) -> Gather:
-    """The Triton kernel on a GPU; imported here by name, because other machines need not have triton."""
+def resolve_kernels(device: torch.device) -> tuple[Gather, Change]:
+    """The Triton kernels on a GPU; imported here by name, because other machines need not have triton."""
     if device.type != "cuda":
-        return gather_reference
-    loaded: Gather = importlib.import_module("engram_runtime.executor.device.gather").gather
-    return loaded
+        return gather_reference, change_reference
+    loaded = importlib.import_module("engram_runtime.executor.device.gather")
+    return loaded.gather, loaded.change
 
 
 def decode_inputs(gather: Gather, plan: Tensor, tables: RowTables, query_start: Tensor, window: int) -> DecodeInputs:

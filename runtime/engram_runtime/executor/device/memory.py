@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram_kernels import Ops
+from engram_runtime.executor.device.paging import block_copier
 from engram_runtime.executor.device.staging import Packer, to_host
 from engram_runtime.executor.plan import Copy, StepPlan, Swap
 from engram_runtime.models.caches import Caches
@@ -31,6 +32,7 @@ class Memory:
 
     def __init__(self, ops: Ops, caches: Caches, device: torch.device) -> None:
         self._ops, self._caches, self._device = ops, caches, device
+        self._copy_blocks = block_copier(ops, caches.kv)
         self._swapped: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
 
     def clear(self) -> None:
@@ -50,9 +52,7 @@ class Memory:
         for swap in plan.swap_in:
             self._swap_in(swap)
         if copies.blocks is not None:
-            src, dst = map(packer.take, copies.blocks)
-            for kv in self._caches.kv:
-                self._ops.copy_blocks(kv, src, dst)
+            self._copy_blocks(*map(packer.take, copies.blocks))
         self._copy_states(copies.loads, packer)
 
     def save(self, copies: Copies, packer: Packer) -> None:

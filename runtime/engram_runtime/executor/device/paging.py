@@ -1,4 +1,5 @@
-"""Rows of keys and values between a sequence's pages and a staging buffer, and digests of what lies there.
+"""Rows of keys and values between a sequence's pages and a staging buffer, digests of what lies there, and copies of
+blocks.
 
 Triton kernels on a GPU; torch, of the same meaning, where they are not used (a CPU, or ops forced to torch).
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -71,8 +73,24 @@ def row_mover(ops: Ops, layers: Sequence[Tensor]) -> RowMover:
     return TritonRows(layers) if uses_kernels(ops) else TorchRows(layers)
 
 
+BlockCopier = Callable[[Tensor, Tensor], None]
+"""Copies blocks src [n] to dst [n] (int64 on the device) of every layer; no block is in both."""
+
+
+def block_copier(ops: Ops, layers: Sequence[Tensor]) -> BlockCopier:
+    """The op over these layers; where it is a kernel, their addresses go to the device once and not at every copy."""
+    if not layers or not _is_kernel(ops.copy_blocks, "copy_blocks"):
+        return partial(ops.copy_blocks, layers)
+    kernel = importlib.import_module("engram_kernels.copy_blocks.kernel")
+    return partial(kernel.copy_blocks_at, kernel.plane_addresses(layers), kernel.block_words(layers))
+
+
 def uses_kernels(ops: Ops) -> bool:
-    return getattr(ops.gather_kv, "__module__", "") == "engram_kernels.gather_kv.kernel"
+    return _is_kernel(ops.gather_kv, "gather_kv")
+
+
+def _is_kernel(function: object, op: str) -> bool:
+    return getattr(function, "__module__", "") == f"engram_kernels.{op}.kernel"
 
 
 def resolve_checksum(ops: Ops) -> Checksum:

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FILLER = np.zeros(1, dtype=np.int64)
+"""So that every array begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not."""
+
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised host memory that copies to and from `device` need not wait for."""
@@ -64,7 +67,9 @@ class Packer:
         part = np.asarray(values, dtype=np.int64)
         where = slice(self._size, self._size + part.size)
         self._parts.append(part.reshape(-1))
-        self._size += part.size
+        if part.size % 2:
+            self._parts.append(FILLER)
+        self._size += part.size + part.size % 2
         return where
 
     def flush(self, into: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ and then. One spare row (with a spare block and state slot) fills a batch up to 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -38,18 +38,20 @@ class RowTables:
         self.blocks = torch.full((rows + 1, width + 1), spare_block, dtype=torch.int32, device=device)
         """[rows + 1, width + 1] block tables."""
 
-    def open(self, words: Tensor) -> None:
-        """words [n * OPEN_WORDS] int64, as `open_words` made them."""
-        table = words.view(-1, OPEN_WORDS)
-        rows = table[:, 0]
-        self.last[rows] = table[:, 1]
-        self.ints[:, rows] = table[:, 2:4].T
-        self.floats[:, rows] = table[:, 4:].contiguous().view(torch.float64).T.float()
 
-    def update_blocks(self, words: Tensor) -> None:
-        """words [3 * n] int64: rows, then columns, then blocks."""
-        rows, columns, blocks = words.view(3, -1)
-        self.blocks[rows, columns] = blocks.int()
+Change = Callable[[RowTables, Tensor, Tensor], None]
+
+
+def change_reference(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
+    """Open rows and extend block tables. opens [n * OPEN_WORDS] int64 as `open_words` made them; updates [3 * m] int64:
+    rows, then columns, then blocks (see `update_lines`). Both may be empty."""
+    table = opens.view(-1, OPEN_WORDS)
+    rows = table[:, 0]
+    tables.last[rows] = table[:, 1]
+    tables.ints[:, rows] = table[:, 2:4].T
+    tables.floats[:, rows] = table[:, 4:].contiguous().view(torch.float64).T.float()
+    rows, columns, blocks = updates.view(3, -1)
+    tables.blocks[rows, columns] = blocks.int()
 
 
 def open_words(opened: RowOpen) -> list[int]:
