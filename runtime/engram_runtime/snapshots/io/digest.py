@@ -2,6 +2,8 @@
 
 Large tensors are hashed by several threads: BLAKE3 is a tree by nature, SHA-256 is made one here (the hash of the
 hashes of 1 MiB pieces, "sha256-1m"). A turn's 57 MB of state would otherwise take 45 ms before anybody can find it.
+Whoever hashes lets other threads run meanwhile, but takes the interpreter once a piece: so there is little Python
+around a piece, and few threads.
 
 A checksum finds damage; it does not prove origin. Authenticity is the manifest's HMAC, which covers the checksums.
 """
@@ -9,9 +11,12 @@ A checksum finds damage; it does not prove origin. Authenticity is the manifest'
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 from engram_runtime.errors import SnapshotError
 
@@ -22,9 +27,11 @@ except ImportError:
 else:
     _HAVE_BLAKE3 = True
 
-_PARALLEL_ABOVE = 1 << 20  # starting threads costs more than hashing a megabyte
+logger = logging.getLogger(__name__)
+
+_PARALLEL_ABOVE = 1 << 20  # waking threads costs more than hashing a megabyte
 _PIECE = 1 << 20
-_THREADS = max(2, min(8, os.cpu_count() or 1))
+_HELPERS = max(1, min(3, (os.cpu_count() or 1) - 1))
 
 
 def _blake3(data: memoryview) -> str:
@@ -36,16 +43,97 @@ def _sha256(data: memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class _Pieces:
+    """The pieces of one digest: everybody who works on them takes one after the other until none is left."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data.cast("B")
+        self.count = -(-self._data.nbytes // _PIECE)
+        self._hashes = [b""] * self.count
+        self._next = iter(range(self.count))  # shared: no two threads get the same number
+        self._hashed = itertools.count(1)
+        self._error: BaseException | None = None
+        self._all = threading.Lock()
+        if self.count:
+            self._all.acquire()
+
+    def work(self) -> None:
+        data, hashes, sha256 = self._data, self._hashes, hashlib.sha256
+        for piece in self._next:
+            try:
+                if self._error is None:
+                    start = piece * _PIECE
+                    hashes[piece] = sha256(data[start : start + _PIECE]).digest()
+            except BaseException as error:  # of whichever thread: it is the caller's
+                self._error = error
+            if next(self._hashed) == self.count:
+                self._all.release()
+
+    def result(self) -> str:
+        """When the others are done too; what went wrong in any of them is raised."""
+        self._all.acquire()
+        self._data = memoryview(b"")  # an invitation that nobody took yet keeps no tensor
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it knows this frame
+        return hashlib.sha256(b"".join(self._hashes)).hexdigest()
+
+
+class _Helpers:
+    """Threads that hash beside those who want a digest; few, however many digests are wanted at once.
+
+    They are only ever invited, and a caller that nobody helps does everything itself: so nobody waits for a thread that
+    is busy elsewhere, could not be started, or is not there any more (after a fork, at the interpreter's end).
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """In a forked process: threads, and who holds which lock, stayed behind."""
+        self._invitations: SimpleQueue[_Pieces] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def invite(self, pieces: _Pieces) -> None:
+        """As many as there is work for, and no more than will soon come."""
+        number = min(self._limit, pieces.count - 1)
+        if self._running < number:
+            self._start(number)
+        for _ in range(min(number, self._running) - self._invitations.qsize()):
+            self._invitations.put(pieces)
+
+    def _start(self, number: int) -> None:
+        with self._lock:
+            while self._running < number:
+                try:
+                    threading.Thread(target=self._run, name=f"engram-hash-{self._running}", daemon=True).start()
+                except RuntimeError as error:
+                    logger.warning("large checksums take longer, a thread could not be started: %s", error)
+                    self._limit = self._running
+                    return
+                self._running += 1
+
+    def _run(self) -> None:
+        invitations = self._invitations
+        while True:
+            invitations.get().work()  # without a name, which would keep a tensor until the next one comes
+
+
+_helpers = _Helpers(_HELPERS)
+"""Of the process: that is what bounds the threads."""
+os.register_at_fork(after_in_child=_helpers.start_anew)
+
+
 def _sha256_tree(data: memoryview) -> str:
-    flat = data.cast("B")
-    pieces = [flat[start : start + _PIECE] for start in range(0, flat.nbytes, _PIECE)]
-    if len(pieces) < 2:
-        leaves = [hashlib.sha256(piece).digest() for piece in pieces]
-    else:
-        # hashlib lets other threads run while it hashes; starting eight of them takes less than hashing a piece.
-        with ThreadPoolExecutor(min(_THREADS, len(pieces))) as pool:
-            leaves = list(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
-    return hashlib.sha256(b"".join(leaves)).hexdigest()
+    pieces = _Pieces(data)
+    if pieces.count > 1:
+        _helpers.invite(pieces)
+    pieces.work()
+    return pieces.result()
 
 
 _ALGORITHMS: dict[str, Callable[[memoryview], str]] = {"sha256": _sha256, "sha256-1m": _sha256_tree}
