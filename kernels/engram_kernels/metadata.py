@@ -27,8 +27,8 @@ class StepMetadata:
     The tensors, and the states of the step's slots, are complete when the step's first op begins: kernels read them
     before they wait for their predecessor. So a first op (`embedding`) is launched like any other kernel, not as a
     dependent one, and no slot is updated twice within a step. A captured graph may be padded: a token without a place
-    has slot -1, a decode without a sequence has length 0 and a state slot nobody uses, and a chunk of at most 128
-    tokens may be shorter on the device than the host fields say.
+    has slot -1, a decode without a sequence has length 0 and a state slot nobody uses, and a chunk may be
+    shorter on the device than the host fields say: those are upper bounds, from which kernels take sizes of launches.
     """
 
     positions: Tensor
@@ -50,6 +50,8 @@ class StepMetadata:
     """[S] bool, whether the slot holds a valid state (the sequence has history)."""
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
+    chunk_tokens_host: int | None = None
+    """At least as many tokens as all chunks have together, where that is less than the sum of their bounds."""
     state_targets: Tensor | None = None
     """[S] int64, slot that a decode's new state is written to while `state_slots` keeps the old one; a chunk's is its
     state slot. None: every sequence's is."""
@@ -66,6 +68,14 @@ class StepMetadata:
     def decode_tokens(self) -> int:
         """Tokens that belong to decodes: rows `[:decode_tokens]`; the prefill chunks' rows follow."""
         return self.num_decodes
+
+    def chunk_blocks(self, size: int) -> int:
+        """At least as many blocks as the chunks need when each is cut into blocks of `size` tokens."""
+        chunks = self.query_lens_host[self.num_decodes :]
+        apart = sum(-(-count // size) for count in chunks)
+        if self.chunk_tokens_host is None:
+            return apart
+        return min(apart, self.chunk_tokens_host // size + len(chunks))
 
     @property
     def written_slots(self) -> Tensor:
@@ -100,6 +110,7 @@ class StepMetadata:
             has_state=self.has_state[first:last],
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
+            chunk_tokens_host=self.chunk_tokens_host if last > self.num_decodes else None,
             state_targets=None if self.state_targets is None else self.state_targets[first:last],
         )
 

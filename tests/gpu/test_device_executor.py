@@ -75,11 +75,19 @@ def _load(path: Path) -> Case:
 
 
 def make_executor(
-    case: Case, *, record: bool = True, seqs: int = 8, window: int = 256, tokens: int = 4096
+    case: Case,
+    *,
+    record: bool = True,
+    seqs: int = 8,
+    window: int = 256,
+    tokens: int = 4096,
+    most_recorded: int = 64,
 ) -> DeviceExecutor:
     geometry = plan_caches(case.ours.spec, CacheRequest(seqs, window, tokens, seqs, 16), 1 << 32)
     recorder = CudaRecorder() if record else None
-    return DeviceExecutor(case.ours, case.ops, geometry, CUDA, max_num_seqs=seqs, recorder=recorder)
+    return DeviceExecutor(
+        case.ours, case.ops, geometry, CUDA, max_num_seqs=seqs, recorder=recorder, most_recorded=most_recorded
+    )
 
 
 def make_engine(executor: Any, vocab: int, *, seqs: int = 8, budget: int = 64, swap: int = 1 << 24) -> LLMEngine:
@@ -224,6 +232,37 @@ def test_recorded_steps_equal_launched_ones_bit_by_bit(family: str, way: str, ca
             executor.submit(StepPlan(99, (), closes=tuple(range(batch))))
             executor.collect()
     assert recorded.recorded == 3
+
+
+@pytest.mark.parametrize("way", ["greedy", "hidden"])
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_long_prompts_in_recorded_steps(family: str, way: str, cases: dict[str, Case]) -> None:
+    """Prompts of several lengths at once, then one beside the decodes of the others, filled up to a shape."""
+    case, lengths = cases[family], [700, 300, 5, 520]
+    state = case.ours.spec.state is not None
+    blocks = [tuple(range(row * 64, row * 64 + 64)) for row in range(4)]
+    prompts = [tuple(4 + (row * 7 + i * i) % 500 for i in range(length)) for row, length in enumerate(lengths)]
+
+    def plan(row: int, start: int, tokens: tuple[int, ...] | None) -> SequencePlan:
+        end = start + (1 if tokens is None else len(tokens))
+        return SequencePlan(row, start, tokens, blocks[row][: -(-end // 16)], row if state else 0, True)
+
+    def plans() -> Iterator[StepPlan]:
+        opens = tuple(RowOpen(row, WAYS[way], prompts[row]) for row in range(4))
+        yield StepPlan(0, tuple(plan(row, 0, prompts[row]) for row in range(3)), opens=opens[:3])
+        decodes = tuple(plan(row, lengths[row], None) for row in range(3))
+        yield StepPlan(1, (*decodes, plan(3, 0, prompts[3])), opens=opens[3:])
+        yield StepPlan(2, tuple(plan(row, lengths[row] + (row < 3), None) for row in range(4)))
+
+    recorded = make_executor(case, window=1024, tokens=8192, most_recorded=2048)
+    launched = make_executor(case, window=1024, tokens=8192, record=False)
+    ours, theirs = run_plans(recorded, plans()), run_plans(launched, plans())
+    assert recorded.recorded == 3 + 1  # both mixed steps, the decode, and the largest decode before it
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for row, sampled in other.items():
+            if step == 0 or mine[row].token_id == ours[step - 1].get(row, mine[row]).token_id:
+                assert abs(mine[row].logprob - sampled.logprob) < 0.05, (step, row)
+    assert [sampled.token_id for sampled in ours[0].values()] == [sampled.token_id for sampled in theirs[0].values()]
 
 
 def test_a_batch_between_sizes_is_filled_up_without_a_trace(cases: dict[str, Case]) -> None:

@@ -12,7 +12,7 @@ from engram_kernels.launch import capability
 from engram_kernels.paged_attention import hopper, kernel
 from engram_kernels.rope_append.reference import rope_append as rope_append_reference
 from engram_kernels.rope_attention.kernel import rope_attention
-from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
+from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error, with_bounds
 
 HEADS = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (9, 3, 64), (12, 4, 128), (8, 8, 96)]  # H, K, D
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
@@ -55,6 +55,17 @@ def test_portable_prefill(heads: tuple[int, int, int], ahead: int, monkeypatch: 
     plan = kernel.prefill_plan
     monkeypatch.setattr(kernel, "prefill_plan", lambda *s: dataclasses.replace(plan(*s), ahead=bool(ahead)))
     _check(*make_step(LONG_CHUNKS, device="cuda"), heads, torch.bfloat16, float("nan"))
+
+
+@pytest.mark.parametrize("chunks", [SHORT_CHUNKS, LONG_CHUNKS], ids=["short", "long"])
+@pytest.mark.parametrize("dim", [128, 64])
+@pytest.mark.parametrize("spare", [0, 700])
+def test_a_recorded_step_knows_bounds_only(chunks: Sequences, dim: int, spare: int) -> None:
+    meta, pool = make_step(DECODES[:5] + chunks, device="cuda")
+    kv = filled_cache(meta, pool, 8, dim, torch.bfloat16, poison=1000.0)
+    q = torch.randn(meta.num_tokens + spare, 16, dim, device="cuda", dtype=torch.bfloat16)
+    out = kernel.paged_attention(q, kv, with_bounds(meta, spare), dim**-0.5)[: meta.num_tokens]
+    assert relative_error(out, attention_fp64(q[: meta.num_tokens], kv, meta, dim**-0.5)) < 6e-3
 
 
 def test_fp32() -> None:
@@ -137,7 +148,5 @@ def test_hopper_prefill_at_awkward_starts(stages: int) -> None:
     kv = filled_cache(meta, pool, 8, 128, torch.bfloat16, poison=1000.0)
     q = torch.randn(meta.num_tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
     out = torch.full_like(q, float("nan"))
-    hopper.prefill_hopper(
-        q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables, 0, meta.query_lens_host, 0.088, stages
-    )
+    hopper.prefill_hopper(q, kv, out, meta, 0.088, stages)
     assert relative_error(out, attention_fp64(q, kv, meta, 0.088)) < 6e-3

@@ -16,7 +16,7 @@ from engram_kernels.ssd_scan.kernel import ssd_scan
 from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
 from engram_kernels.state_update.kernel import state_update
 from engram_kernels.state_update.reference import state_update as update_reference
-from tests.support.kernel_cases import Sequences, make_step, relative_error
+from tests.support.kernel_cases import Sequences, make_step, relative_error, with_bounds
 
 BF16 = torch.bfloat16
 SHAPES = [(48, 64, 1, 128), (128, 64, 8, 128)]  # heads, channels, groups, state size
@@ -80,6 +80,30 @@ def test_scan(shape: tuple[int, int, int, int], chunks: Sequences, dtype: torch.
     expected = scan_reference(*_wide(tensors), expected_state[:, 2], meta, 256)  # type: ignore[arg-type]
     assert relative_error(out, expected) < limit
     assert relative_error(state, expected_state) < min(limit, 1.5e-3)
+
+
+@pytest.mark.parametrize("spare", [0, 600])
+def test_a_recorded_step_knows_bounds_only(spare: int) -> None:
+    meta, _ = make_step([(1, 5), (1, 900), *CHUNKS], device="cuda")
+    bounded = with_bounds(meta, spare)
+    tokens = meta.num_tokens
+    x = torch.randn(tokens + spare, 3328, device="cuda").to(BF16)
+    weight, bias = (torch.randn(*s, device="cuda").to(BF16) for s in ((3328, 4), (3328,)))
+    conv = torch.randn(meta.num_sequences + 2, 2, 3328, 3, device="cuda").to(BF16)
+    expected_conv = conv.float()
+    out = causal_conv1d(x, weight, bias, conv[:, 1], bounded)[:tokens]
+    expected = conv_reference(x[:tokens].float(), weight.float(), bias.float(), expected_conv[:, 1], meta)
+    assert relative_error(out, expected) < 4e-3
+    assert relative_error(conv, expected_conv) < 4e-3
+    tokens -= meta.num_decodes
+    tensors = _tensors(tokens + spare, SHAPES[0], BF16)
+    real = [part[:tokens] if part.shape[0] == tokens + spare else part for part in tensors]
+    state = _state(meta, SHAPES[0])
+    expected_state = state.clone()
+    out = ssd_scan(*tensors, state[:, 1], bounded.prefills(), 256)[:tokens]  # type: ignore[arg-type]
+    wide = scan_reference(*_wide(real), expected_state[:, 1], meta.prefills(), 256)  # type: ignore[arg-type]
+    assert relative_error(out, wide) < 6e-3
+    assert relative_error(state, expected_state) < 1.5e-3
 
 
 def test_scan_in_pieces_equals_scan_in_one() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,20 @@ def make_step(
         seq_lens_host=tuple(total for _, total in seqs),
     )
     return meta, pool
+
+
+def with_bounds(meta: StepMetadata, spare: int) -> StepMetadata:
+    """The step as a recorded one is: the host knows bounds only, and `spare` tokens belong to nobody."""
+    chunks = meta.query_lens_host[meta.num_decodes :]
+    total = sum(chunks) + spare
+    return replace(
+        meta,
+        max_query_len=total,
+        max_seq_len=1 << 16,
+        query_lens_host=(1,) * meta.num_decodes + (total,) * len(chunks),
+        seq_lens_host=(1 << 16,) * meta.num_sequences,
+        chunk_tokens_host=total,
+    )
 
 
 def filled_cache(

@@ -283,7 +283,7 @@ class Prefill:
 
         def run(choice: Tile, i: int) -> Tensor:
             out = torch.empty_like(q)
-            run_prefill(choice, q, kv, out, metas[i], 0, (new,), scale)
+            run_prefill(choice, q, kv, out, metas[i], scale)
             return out
 
         def expected() -> Tensor:

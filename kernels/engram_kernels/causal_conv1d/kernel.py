@@ -131,7 +131,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Te
         )  # fmt: skip
     query_lens = meta.query_lens_host[decodes:]
     if query_lens:
-        blocks = sum(-(-n // TOKENS) for n in query_lens)
+        blocks = meta.chunk_blocks(TOKENS)
         wide = 64 if blocks <= 8 else 128  # channels of a program: few blocks have to fill the card
         _chunks[(blocks, -(-channels // wide))](
             x, weight, some_bias, conv_state, y, meta.query_start, meta.state_slots, meta.has_state, decodes,

@@ -24,20 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engram_kernels.launch import LOG2E, next_power_of_2
+from engram_kernels.metadata import StepMetadata
 from engram_kernels.varlen import find_block
 
 BM = 128  # query rows of a program, 64 for each consumer
 BN = 128  # keys of a tile
 FAR = gl.constexpr(-float(2**100))
+NOWHERE = tl.constexpr(1 << 20)  # past any chunk's end
 
 
 @triton.jit(do_not_specialize=["seq0", "num_seqs"])
 def _list_blocks(query_start, blocks, seq0, num_seqs, SP: tl.constexpr, ROWS: tl.constexpr):
-    """blocks[i] = (sequence, first query) of the i-th block of ROWS queries."""
+    """blocks[i] = (sequence, first query) of the i-th block of ROWS queries; past the last one a place where no
+    sequence has queries."""
     i = tl.program_id(0)
     s, m0 = find_block(query_start, seq0, num_seqs, i, SP, ROWS)
-    tl.store(blocks + i * 2, seq0 + s)
-    tl.store(blocks + i * 2 + 1, m0)
+    tl.store(blocks + i * 2, tl.where(s < num_seqs, seq0 + s, seq0))
+    tl.store(blocks + i * 2 + 1, tl.where(s < num_seqs, m0, NOWHERE))
 
 
 @gluon.jit
@@ -142,6 +145,7 @@ def _attention(
     new = gl.load(query_start + seq + 1) - q0
     start = gl.load(seq_lens + seq) - new + m0
     tiles = (gl.minimum(start + 128, start + new - m0) + TILE - 1) // TILE
+    tiles = gl.where(m0 < new, tiles, 1)  # a block of nobody: the least that leaves every barrier as it should be
     pages = block_tables + seq.to(gl.int64) * table_stride
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, TILE, D], k.layout)
@@ -174,29 +178,25 @@ def supports(q: Tensor, kv: Tensor) -> bool:
     )
 
 
-def prefill_hopper(
-    q: Tensor, kv: Tensor, out: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    first_seq: int, query_lens: tuple[int, ...], scale: float, stages: int = 2,
-) -> None:  # fmt: skip
-    """Attention of the sequences from `first_seq` on (new tokens `query_lens`), written into out [T, heads, 128].
-
-    query_start [S+1], seq_lens [S], block_tables [S, W] are those of the whole step; q is its whole [T, heads, 128].
-    """
+def prefill_hopper(q: Tensor, kv: Tensor, out: Tensor, meta: StepMetadata, scale: float, stages: int = 2) -> None:
+    """Attention of the step's chunks, written into out [T, heads, 128]; q [T, heads, 128] is the whole step's."""
     heads, dim = q.shape[1:]
     kv_heads = kv.shape[2]
-    count = sum(-(-n // BM) for n in query_lens)
+    query_start, block_tables = meta.query_start, meta.block_tables
+    chunks = meta.query_lens_host[meta.num_decodes :]
+    count = meta.chunk_blocks(BM)
     blocks = torch.empty(count, 2, dtype=torch.int32, device=q.device)
     _list_blocks[(count,)](
-        query_start, blocks, first_seq, len(query_lens), next_power_of_2(len(query_lens)), BM, num_warps=1
+        query_start, blocks, meta.num_decodes, len(chunks), next_power_of_2(len(chunks)), BM, num_warps=1
     )
     element = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([BN, dim], element)
     q_desc = TensorDescriptor.from_tensor(q.view(-1, heads * dim), [64, dim], layout)
     k_desc = TensorDescriptor.from_tensor(kv[0].view(-1, dim), [16, dim], layout)
     v_desc = TensorDescriptor.from_tensor(kv[1].view(-1, dim), [16, dim], layout)
-    long = max(query_lens) >= 16384 and heads % 8 == 0
+    long = max(chunks) >= 16384 and heads % 8 == 0
     _attention[(count * heads,)](
-        q_desc, k_desc, v_desc, out, block_tables, blocks, query_start, seq_lens, block_tables.stride(0),
+        q_desc, k_desc, v_desc, out, block_tables, blocks, query_start, meta.seq_lens, block_tables.stride(0),
         block_tables.shape[1] - 1, count, scale * LOG2E, heads, kv_heads, dim, BN, stages, 8 if long else heads,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

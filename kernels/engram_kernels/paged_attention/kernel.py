@@ -51,17 +51,14 @@ def paged_attention(q: Tensor, kv: Tensor, meta: StepMetadata, scale: float) -> 
         split(q, kv, out, meta, 0, decodes, decodes, 1, scale)
     query_lens = meta.query_lens_host[decodes:]
     if query_lens:
-        longest = max(query_lens)
-        if longest <= SHORT_CHUNK:
+        if max(query_lens) <= SHORT_CHUNK:
             block = chunk_block(heads, kv.shape[2])
-            split(q, kv, out, meta, decodes, len(query_lens), sum(query_lens), block, scale)
+            split(q, kv, out, meta, decodes, len(query_lens), tokens - decodes, block, scale)
         elif capability(q)[0] == 9 and hopper.supports(q, kv):
-            hopper.prefill_hopper(
-                q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables, decodes, query_lens, scale
-            )
+            hopper.prefill_hopper(q, kv, out, meta, scale)
         else:
-            tile = prefill_plan(sum(query_lens), heads, kv.shape[2], dim, q.dtype)
-            run_prefill(tile, q, kv, out, meta, decodes, query_lens, scale)
+            tile = prefill_plan(tokens - decodes, heads, kv.shape[2], dim, q.dtype)
+            run_prefill(tile, q, kv, out, meta, scale)
     return out
 
 
@@ -131,25 +128,17 @@ def run_split(
     )  # fmt: skip
 
 
-def run_prefill(
-    choice: Tile,
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    meta: StepMetadata,
-    first: int,
-    query_lens: tuple[int, ...],
-    scale: float,
-) -> None:
-    """The sequences from `first` on, which have `query_lens` new tokens, by the portable kernel."""
+def run_prefill(choice: Tile, q: Tensor, kv: Tensor, out: Tensor, meta: StepMetadata, scale: float) -> None:
+    """The step's chunks, by the portable kernel."""
     heads, dim = q.shape[1:]
+    first, chunks = meta.num_decodes, meta.num_sequences - meta.num_decodes
     num_blocks, kv_heads = kv.shape[1], kv.shape[2]
     padded_dim = max(16, next_power_of_2(dim))
     rows = choice.queries
-    blocks = sum(-(-n // rows) for n in query_lens)
+    blocks = meta.chunk_blocks(rows)
     prefill.prefill[(heads // kv_heads, blocks, kv_heads)](
         q, kv, out, meta.query_start, meta.seq_lens, meta.block_tables,
-        num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, len(query_lens), blocks,
-        q.stride(0), scale * LOG2E, kv_heads, heads // kv_heads, dim, padded_dim, next_power_of_2(len(query_lens)),
+        num_blocks, meta.block_tables.stride(0), meta.block_tables.shape[1], first, chunks, blocks,
+        q.stride(0), scale * LOG2E, kv_heads, heads // kv_heads, dim, padded_dim, next_power_of_2(chunks),
         rows, choice.keys, choice.stages, choice.ahead, num_warps=choice.warps,
     )  # fmt: skip

@@ -134,7 +134,7 @@ def ssd_scan(
         )  # fmt: skip
         return y
     padded = next_power_of_2(sequences)
-    segments = sum(-(-n // SEGMENT) for n in meta.query_lens_host)
+    segments = meta.chunk_blocks(SEGMENT)
     states = torch.empty(segments, heads, channels, size, dtype=torch.float32, device=x.device)
     decays = torch.empty(segments, heads, dtype=torch.float32, device=x.device)
     segment_states[(columns, heads, segments)](

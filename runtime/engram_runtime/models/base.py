@@ -18,6 +18,7 @@ from engram_runtime.layers.attention import Attention
 from engram_runtime.layers.embedding import OutputHead, TokenEmbedding
 from engram_runtime.layers.mamba2 import StateStep
 from engram_runtime.layers.mlp import GatedMLP
+from engram_runtime.layers.moe import SparseExperts
 from engram_runtime.layers.norm import RMSNorm
 from engram_runtime.layers.rope import RopeSpec, canonical_rope, rotary_table
 from engram_runtime.layers.weights import Build, Targets
@@ -87,6 +88,16 @@ class CausalLM(nn.Module):
         assert isinstance(last, DecoderLayer)
         hidden, _ = self.norm.add(x, residual, last.residual_scale)
         return hidden
+
+    def weights_per_token(self) -> int:
+        """Weights of the layers that one token is multiplied with: of experts, those of the chosen ones."""
+        count = 0
+        for module in self.layers.modules():
+            own = sum(weight.numel() for weight in module.parameters(recurse=False))
+            if isinstance(module, SparseExperts):
+                own = own * module.top_k // module.w_in.shape[0]
+            count += own
+        return count
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final-normed hidden states [R, M] -> [R, V] fp32."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engram_runtime.executor.batch import step_metadata
-from engram_runtime.executor.device.mixed import MixedShape, largest_words, mixed_inputs, mixed_plan, mixed_shape
+from engram_runtime.executor.device.mixed import MixedShape, MixedShapes, mixed_inputs, mixed_plan
 from engram_runtime.executor.device.tables import RowTables
 from engram_runtime.executor.plan import SequencePlan
 
@@ -24,17 +28,22 @@ def chunk(row: int, start: int, count: int, blocks: tuple[int, ...], *, sample: 
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
-        ([(0, 1)], MixedShape(0, 1, 8)),
-        ([(500, 40)], MixedShape(0, 1, 48)),
-        ([(9, 1), (500, 50)], MixedShape(8, 1, 64)),
-        ([(500, 3)] * 16, MixedShape(0, 16, 8)),
-        ([(500, 41)] * 16, MixedShape(0, 16, 48)),
-        ([(9, 1)] * 9 + [(0, 20)] * 3, MixedShape(20, 4, 32)),
-        ([(9, 1)] * 3, MixedShape(8, 0, 0)),
-        ([(0, 129)], None),
-        ([(0, 128)] * 16, MixedShape(0, 16, 128)),
-        ([(0, 128)] * 17, None),
-        ([(0, 33)] * 5, None),  # would be filled up to twelve times its tokens
+        ([(0, 1)], MixedShape(0, 1, 8, 8)),
+        ([(500, 40)], MixedShape(0, 1, 48, 48)),
+        ([(9, 1), (500, 50)], MixedShape(8, 1, 64, 64)),
+        ([(500, 3)] * 16, MixedShape(0, 16, 8, 48)),
+        ([(500, 41)] * 16, MixedShape(0, 16, 48, 704)),
+        ([(9, 1)] * 9 + [(0, 20)] * 3, MixedShape(20, 4, 32, 64)),
+        ([(0, 20), (0, 31), (0, 32), (0, 32)], MixedShape(0, 4, 32, 128)),
+        ([(9, 1)] * 3, MixedShape(8, 0, 0, 0)),
+        ([(0, 128)] * 17, MixedShape(0, 32, 128, 2200)),
+        ([(0, 33)] * 5, MixedShape(0, 16, 48, 192)),
+        ([(0, 129)], MixedShape(0, 1, 192, 192)),
+        ([(0, 512)] * 4, MixedShape(0, 4, 2048, 2048)),
+        ([(9, 1)] * 20 + [(700, 300), (0, 20)], MixedShape(20, 4, 384, 384)),
+        ([(0, 2200)], MixedShape(0, 1, 2200, 2200)),
+        ([(0, 2201)], None),
+        ([(0, 8)] * 33, None),
     ],
 )
 def test_the_smallest_shape_that_wastes_little(lengths: list[tuple[int, int]], shape: MixedShape | None) -> None:
@@ -42,9 +51,54 @@ def test_the_smallest_shape_that_wastes_little(lengths: list[tuple[int, int]], s
         decode(row, start, ()) if (count, start > 0) == (1, True) else chunk(row, start, count, ())
         for row, (start, count) in enumerate(lengths)
     ]
-    found = mixed_shape(sequences, 20)
+    shapes = MixedShapes(20, 2200)
+    found = shapes.fit(sequences)
     assert found == shape
-    assert found is None or found.words <= largest_words(20)
+    assert found is None or found.words <= shapes.words
+
+
+def test_a_step_is_not_filled_up_to_much_more_than_it_has() -> None:
+    decodes = [decode(row, 9, ()) for row in range(65)]
+    assert MixedShapes(256, 2200).fit([*decodes, chunk(65, 0, 20, ())]) == MixedShape(256, 1, 32, 32)
+    assert MixedShapes(512, 2200).fit([*decodes, chunk(65, 0, 20, ())]) is None
+    assert MixedShapes(512, 2200).fit([*decodes, chunk(65, 0, 2000, ())]) == MixedShape(512, 1, 2048, 2048)
+
+
+@given(
+    decodes=st.integers(0, 70),
+    lengths=st.lists(st.integers(1, 600), max_size=40),
+    most=st.tuples(st.integers(1, 70), st.integers(1, 10_000)),
+)
+def test_a_shape_holds_its_step(decodes: int, lengths: list[int], most: tuple[int, int]) -> None:
+    sequences = [decode(row, 9, (1,)) for row in range(decodes)]
+    sequences += [chunk(decodes + i, 0, length, (1,)) for i, length in enumerate(lengths)]
+    shapes = MixedShapes(*most)
+    shape = shapes.fit(sequences)
+    if shape is None:
+        return
+    assert shape.decodes >= decodes
+    assert shape.each >= max(lengths, default=0)
+    assert shape.decodes <= most[0]
+    assert shape.total <= most[1]
+    assert shape.total >= sum(lengths) + shape.chunks - len(lengths)
+    assert shape.words <= shapes.words
+    tables = RowTables(120, 40, 5, CPU)
+    laid_out = mixed_plan(shape, sequences, tables, 0)
+    assert laid_out.words.size == shape.words
+    meta = mixed_inputs(shape, torch.from_numpy(laid_out.words), tables, 10_000)[0].meta
+    assert meta.query_start[-1] <= shape.tokens == meta.positions.numel()
+    for size in (16, 128, 512):
+        assert meta.chunk_blocks(size) >= sum(-(-length // size) for length in lengths)
+
+
+def test_the_bound_of_blocks_is_the_smaller_of_two() -> None:
+    blocks = tuple(range(20))
+    step = [decode(2, 5, blocks), chunk(0, 0, 300, blocks), chunk(1, 0, 300, blocks)]
+    meta = replace(step_metadata(step, CPU), chunk_tokens_host=400)
+    assert [meta.chunk_blocks(size) for size in (128, 512)] == [5, 2]
+    assert replace(meta, chunk_tokens_host=None).chunk_blocks(128) == 6
+    assert meta.prefills().chunk_blocks(128) == 5
+    assert meta.decodes().chunk_blocks(128) == 0
 
 
 def test_the_device_reads_what_the_host_would_have_told_it() -> None:
@@ -60,7 +114,7 @@ def test_the_device_reads_what_the_host_would_have_told_it() -> None:
     for sequence in sequences:
         for column, block in enumerate(sequence.block_ids):
             tables.blocks[sequence.row, column] = block
-    shape = MixedShape(4, 4, 32)
+    shape = MixedShape(4, 4, 32, 40)
     laid_out = mixed_plan(shape, sequences, tables, 9)
     assert laid_out.places == [0, 1, 4, 5]
     assert laid_out.words.size == shape.words
@@ -87,5 +141,6 @@ def test_the_device_reads_what_the_host_would_have_told_it() -> None:
     assert meta.state_slots[others].tolist() == [9] * 4
     assert set(meta.slots.tolist()) - set(expected.slots.tolist()) == {50 * 16, -1}
     assert (meta.slots[starts[-1] :] == -1).all()  # tokens of nobody write nothing
-    assert len(inputs.ids) == shape.tokens == sum(meta.query_lens_host)
+    assert len(inputs.ids) == shape.tokens == 44
+    assert meta.query_lens_host == (1,) * 4 + (32,) * 4
     assert meta.num_decodes == 4

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from engram_kernels.metadata import PAGE
+from engram_runtime.executor.device import graphs as graph_module
 from engram_runtime.executor.device.gather import change, gather
 from engram_runtime.executor.device.graphs import StepGraphs, batch_sizes, why_not_recorded
 from engram_runtime.executor.device.inputs import decode_lines, gather_reference
+from engram_runtime.executor.device.mixed import MixedShape
 from engram_runtime.executor.device.sampling import Way, way_of
 from engram_runtime.executor.device.staging import Packer, float_bits
 from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, change_reference, open_words
@@ -171,6 +173,27 @@ def test_the_largest_size_is_recorded_first_and_each_once() -> None:
     assert built == [(16, Way.DRAW), (2, Way.DRAW), (4, Way.DRAW)]
     assert rested == [16, 2, 4]
     assert len(graphs) == 3
+
+
+def test_of_mixed_shapes_the_ones_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "MOST_MIXED", 3)
+    built: list[Any] = []
+
+    def build(shape: Any, way: Way) -> Any:
+        built.append(shape)
+        return lambda: ()
+
+    graphs = StepGraphs(4, Again(), build, lambda shape: None)
+    graphs.get(4, Way.GREEDY)
+    shapes = [MixedShape(0, 1, 8 * n, 8 * n) for n in range(1, 5)]
+    for shape in (*shapes[:3], shapes[0], shapes[3]):
+        graphs.get(shape, Way.GREEDY)
+    assert len(graphs) == 4
+    for shape in (shapes[0], 4, shapes[2], shapes[3]):
+        graphs.get(shape, Way.GREEDY)
+    assert built == [4, *shapes]
+    graphs.get(shapes[1], Way.GREEDY)  # was used least recently when the fourth came
+    assert built == [4, *shapes, shapes[1]]
 
 
 def test_no_graphs_on_a_cpu() -> None:

@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from engram_kernels import Ops
+from engram_runtime.executor.device.mixed import worth_recording
 from engram_runtime.layers.weights import Build
 from engram_runtime.loader.config import load_config
+from engram_runtime.models.base import CausalLM
 from engram_runtime.models.registry import model_class
 
 GRANITE: dict[str, Any] = {
@@ -168,14 +170,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 KNOWN_PARAMETERS = {"llama-3.2-1b": 1_235_814_400, "smollm2-135m": 134_515_008, "qwen2.5-0.5b": 494_032_768}
 
 
+def on_meta(name: str, folder: Path) -> tuple[CausalLM, Any]:
+    """The model without memory for its weights, and its config."""
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = load_config(folder)
+    build = Build(Ops.bind("cpu", torch.bfloat16), torch.device("meta"), torch.bfloat16)
+    return model_class(config.model_type)(config, build, max_positions=16), config
+
+
+def test_how_far_launching_takes_longer_than_computing(tmp_path: Path) -> None:
+    """Small models in thousands of tokens, of experts only those that a token meets."""
+    dense, _ = on_meta("llama-3.2-1b", tmp_path)
+    assert dense.weights_per_token() == 1_235_814_400 - 128_256 * 2048 - 2048  # all but the embedding and the last norm
+    assert worth_recording(dense) == 2944
+    sparse, config = on_meta("granite-h-tiny", tmp_path)
+    experts = sum(weight.numel() for weight in sparse.parameters() if weight.dim() == 3)
+    others = sum(weight.numel() for weight in sparse.layers.parameters()) - experts
+    met = experts * config.num_experts_per_tok // config.num_local_experts
+    assert sparse.weights_per_token() == others + met
+    assert worth_recording(sparse) > worth_recording(dense)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_equal_transformers(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    config = load_config(tmp_path)
-    meta = torch.device("meta")
-    build = Build(Ops.bind("cpu", torch.bfloat16), meta, torch.bfloat16)
-    model = model_class(config.model_type)(config, build, max_positions=16)
-    with meta:
+    model, config = on_meta(name, tmp_path)
+    with torch.device("meta"):
         auto: Any = transformers.AutoModelForCausalLM
         reference = auto.from_config(config)
     ours = sum(parameter.numel() for parameter in model.parameters())

@@ -9,7 +9,7 @@ from engram_kernels.paged_attention import kernel
 from engram_kernels.paged_attention.plan import Tile
 from engram_kernels.rope_attention.kernel import rope_attention
 from engram_kernels.rope_attention.reference import rope_attention as rope_attention_reference
-from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error
+from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error, with_bounds
 
 CASES: dict[str, tuple[Sequences, int, int, int]] = {  # sequences, query heads, kv heads, head size
     "decodes": ([(1, 2), (1, 33), (1, 150), (1, 16)], 4, 2, 16),
@@ -40,6 +40,19 @@ def test_long_chunks_match_fp64(ahead: bool, monkeypatch: pytest.MonkeyPatch) ->
     q = torch.randn(meta.num_tokens, 4, 16)
     out = kernel.paged_attention(q, kv, meta, 0.25)
     assert relative_error(out, attention_fp64(q, kv, meta, 0.25)) < 1e-5
+
+
+@pytest.mark.parametrize("spare", [0, 45])
+@pytest.mark.parametrize("short", [0, 256])
+def test_a_recorded_step_knows_bounds_only(short: int, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "prefill_plan", lambda *shape: Tile(32, 32, 1, 4, False))
+    monkeypatch.setattr(kernel, "SHORT_CHUNK", short)
+    meta, pool = make_step([(1, 20), (1, 2), (50, 50), (33, 70), (1, 1)])
+    kv = filled_cache(meta, pool, 2, 16, torch.float32)
+    q = torch.randn(meta.num_tokens, 4, 16)
+    padded = torch.cat((q, q.new_full((spare, 4, 16), torch.nan)))
+    out = kernel.paged_attention(padded, kv, with_bounds(meta, spare), 0.25)
+    assert relative_error(out[: meta.num_tokens], attention_fp64(q, kv, meta, 0.25)) < 1e-5
 
 
 def test_query_heads_may_be_a_view_of_a_wider_row() -> None:

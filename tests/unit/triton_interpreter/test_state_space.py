@@ -16,7 +16,7 @@ from engram_kernels.ssd_scan.kernel import ssd_scan
 from engram_kernels.ssd_scan.reference import ssd_scan as scan_reference
 from engram_kernels.state_update.kernel import state_update
 from engram_kernels.state_update.reference import state_update as update_reference
-from tests.support.kernel_cases import make_step, relative_error
+from tests.support.kernel_cases import make_step, relative_error, with_bounds
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -78,6 +78,32 @@ def test_scan(shape: tuple[int, int, int, int], segment: int, monkeypatch: pytes
     tensors = _tensors(meta.num_tokens, *shape)
     out = ssd_scan(*tensors, state[:, 1], meta, 32)
     assert relative_error(out, scan_reference(*tensors, expected_state[:, 1], meta, 32)) < 1e-5
+    assert relative_error(state, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("spare", [0, 100])
+@pytest.mark.parametrize("segment", [32, 512])
+def test_a_recorded_step_knows_bounds_only(segment: int, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_kernel, "SEGMENT", segment)
+    meta, _ = make_step([(1, 9), (70, 70), (1, 1), (33, 90), (2, 40)])
+    bounded = with_bounds(meta, spare)
+    x, weight = torch.randn(meta.num_tokens + spare, 20), torch.randn(20, 4)
+    x[meta.num_tokens :] = torch.nan
+    conv = torch.randn(7, 20, 3)
+    expected_conv = conv.clone()
+    out = causal_conv1d(x, weight, None, conv, bounded)[: meta.num_tokens]
+    assert relative_error(out, conv_reference(x[: meta.num_tokens], weight, None, expected_conv, meta)) < 1e-6
+    assert relative_error(conv, expected_conv) < 1e-6
+    tokens = meta.num_tokens - meta.num_decodes
+    parts = _tensors(tokens + spare, 3, 24, 1, 20)
+    per_token = (0, 1, 3, 4)
+    for index in per_token:
+        parts[index][tokens:] = torch.nan
+    real = [part[:tokens] if index in per_token else part for index, part in enumerate(parts)]
+    state = torch.randn(7, 2, 3, 24, 20)
+    expected_state = state.clone()
+    out = ssd_scan(*parts, state[:, 1], bounded.prefills(), 32)[:tokens]
+    assert relative_error(out, scan_reference(*real, expected_state[:, 1], meta.prefills(), 32)) < 1e-5
     assert relative_error(state, expected_state) < 1e-5
 
 

@@ -16,6 +16,7 @@ from engram_kernels import Ops
 from engram_kernels.metadata import PAGE
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.device.graphs import CudaRecorder
+from engram_runtime.executor.device.mixed import FREE_TOKENS, worth_recording
 from engram_runtime.executor.device.transfer import STAGING_BYTES
 from engram_runtime.executor.memory import CacheRequest, plan_caches
 from engram_runtime.executor.plan import CacheGeometry, RowOpen, RowSampling, SequencePlan, StepPlan
@@ -53,14 +54,21 @@ def build_executor(
         )
     geometry = plan_caches(spec, replace(request, fill=True), budget)
     executor = DeviceExecutor(
-        model, ops, geometry, device, max_num_seqs=request.max_num_seqs, recorder=CudaRecorder() if record else None
+        model,
+        ops,
+        geometry,
+        device,
+        max_num_seqs=request.max_num_seqs,
+        recorder=CudaRecorder() if record else None,
+        most_recorded=min(max_num_batched_tokens, max(FREE_TOKENS, worth_recording(model))),
     )
     executor.warm_up()
     return executor
 
 
 def step_bytes(model: CausalLM, ops: Ops, device: torch.device, max_tokens: int, max_num_seqs: int, window: int) -> int:
-    """Most bytes a step takes beside weights and caches; twice, since recorded steps keep their own."""
+    """Most bytes a step takes beside weights and caches; twice, since recorded steps keep their own, with room for a
+    decode of every sequence beside a full step's prompts."""
     seqs = min(max_num_seqs, max_tokens)
     blocks = -(-max_tokens // PAGE) + seqs + -(-window // PAGE)
     spec = model.spec
@@ -80,7 +88,7 @@ def step_bytes(model: CausalLM, ops: Ops, device: torch.device, max_tokens: int,
     gc.collect()
     torch.cuda.empty_cache()
     kept, *steps = peaks
-    return kept + 2 * max(steps)
+    return kept + max(steps) + max(steps) * (max_tokens + seqs) // max_tokens
 
 
 def heaviest_plans(max_tokens: int, seqs: int, window: int, vocab: int) -> Iterator[StepPlan]:

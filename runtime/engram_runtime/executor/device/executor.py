@@ -1,8 +1,8 @@
 """Runs plans on a GPU without waiting for it: `submit` only queues work, `collect` waits for a step's results.
 
-What a step needs is on the device already (row tables, caches) or travels in one small copy. A step of decodes replays
-a recorded graph; a step with prefill in it is launched kernel by kernel over the same tables. Sampled tokens go back
-into the row tables, so the next step can be queued before the host has seen them.
+What a step needs is on the device already (row tables, caches) or travels in one small copy. A step of decodes, or with
+few enough tokens of prompts, replays a recorded graph; others are launched kernel by kernel over the same tables.
+Sampled tokens go back into the row tables, so the next step can be queued before the host has seen them.
 
 The same code runs on a CPU, where everything happens in `submit`: that is how its logic is tested without a GPU.
 """
@@ -32,11 +32,11 @@ from engram_runtime.executor.device.inputs import (
 )
 from engram_runtime.executor.device.memory import Memory
 from engram_runtime.executor.device.mixed import (
+    FREE_TOKENS,
     MixedShape,
-    largest_words,
+    MixedShapes,
     mixed_inputs,
     mixed_plan,
-    mixed_shape,
 )
 from engram_runtime.executor.device.pending import Pending, Scores
 from engram_runtime.executor.device.sampling import StepSampling, Way, recorded_sampling, way_of
@@ -55,8 +55,8 @@ CHANGE_WORDS = 1 << 16
 class DeviceExecutor:
     """One device, one process. Owned by the engine thread; only `transfer` may be used from other threads.
 
-    max_num_seqs: rows, and the largest decode batch. recorder: how decode steps are recorded; None launches them
-    kernel by kernel.
+    max_num_seqs: rows, and the largest decode batch. recorder: how steps are recorded; None launches all of them kernel
+    by kernel. most_recorded: tokens of prompts in a recorded step; a step with more is launched.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class DeviceExecutor:
         *,
         max_num_seqs: int,
         recorder: Recorder | None = None,
+        most_recorded: int = FREE_TOKENS,
     ) -> None:
         self._model, self._ops, self._geometry, self._device = model, ops, geometry, device
         self._stream: torch.cuda.Stream | None = None
@@ -75,6 +76,7 @@ class DeviceExecutor:
             torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._max_rows = max_num_seqs
+        self._shapes = MixedShapes(max_num_seqs, most_recorded)
         # One block and one state slot more than anybody is told of, for the rows that fill a batch up.
         spare_slot = geometry.num_state_slots
         roomy = replace(
@@ -85,7 +87,7 @@ class DeviceExecutor:
             self._caches = allocate_caches(model.spec, roomy, device)
             width = -(-geometry.max_model_len // PAGE) + 1
             self._tables = RowTables(max_num_seqs, width, geometry.num_blocks, device)
-            words = max(DECODE_LINES * max_num_seqs, largest_words(max_num_seqs))
+            words = max(DECODE_LINES * max_num_seqs, self._shapes.words)
             self._plan = torch.zeros(words + CHANGE_WORDS, dtype=torch.int64, device=device)
             self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._gather, self._change = resolve_kernels(device)
@@ -112,7 +114,7 @@ class DeviceExecutor:
 
     @property
     def recorded(self) -> int:
-        """Decode graphs recorded so far."""
+        """Graphs kept."""
         return len(self._graphs) if self._graphs is not None else 0
 
     @torch.inference_mode()
@@ -276,7 +278,7 @@ class DeviceExecutor:
             return None
         if all(s.token_ids is None and s.sample for s in sequences):
             return self._graphs.size_for(len(sequences))
-        return mixed_shape(sequences, self._max_rows)
+        return self._shapes.fit(sequences)
 
     def _graph_of(self, shape: Shape | None, way: Way) -> Step | None:
         return None if shape is None or self._graphs is None else self._graphs.get(shape, way)

@@ -1,5 +1,7 @@
 """Steps recorded once per shape and way of sampling, and replayed. The shape of a decode step is its batch size.
 
+Steps with prompts have many shapes: of those, the ones used last are kept.
+
 A graph is recorded the first time its shape is needed, after the same step has run once on spare rows (so every
 kernel is compiled and every workspace exists), the largest decode before any other: all graphs share one memory pool,
 and what the largest one needs serves the smaller ones.
@@ -22,6 +24,8 @@ Shape = int | MixedShape
 Step = Callable[[], tuple[Tensor, ...]]
 """Launches one step; everything it reads and returns stays at the same addresses from call to call."""
 
+MOST_MIXED = 128
+"""Recorded steps with prompts that are kept; each takes the driver about a megabyte of the card's memory."""
 UNRECORDABLE = ("rope_attention", "paged_attention", "sample", "experts")
 """Ops whose torch reference asks the device or the host for lengths while it runs."""
 
@@ -39,6 +43,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step) -> Step:
+        torch.cuda.current_stream().synchronize()  # so that a graph may be dropped as soon as this one is there
         graph = torch.cuda.CUDAGraph()
         # Other threads copy snapshots meanwhile: what they do is no part of the graph and does not spoil it.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -69,6 +74,7 @@ class StepGraphs:
         self.sizes = batch_sizes(most)
         self._recorder, self._build, self._rest = recorder, build, rest
         self._recorded: dict[tuple[Shape, Way], Step] = {}
+        """In the order in which the mixed ones among them were used last."""
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -83,6 +89,8 @@ class StepGraphs:
             self._record(self.sizes[-1], way)
         if (shape, way) not in self._recorded:
             self._record(shape, way)
+        elif isinstance(shape, MixedShape):
+            self._recorded[shape, way] = self._recorded.pop((shape, way))
         return self._recorded[shape, way]
 
     def clear(self) -> None:
@@ -93,6 +101,9 @@ class StepGraphs:
         self._rest(shape)
         step()
         self._recorded[shape, way] = self._recorder.record(step)
+        mixed = [key for key in self._recorded if isinstance(key[0], MixedShape)]
+        for key in mixed[: max(0, len(mixed) - MOST_MIXED)]:
+            del self._recorded[key]
 
 
 def why_not_recorded(

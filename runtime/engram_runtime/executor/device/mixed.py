@@ -1,15 +1,15 @@
-"""Small steps with prefill in them, in a few fixed shapes that record into graphs like decodes.
+"""Steps with prefill in them, in fixed shapes that record into graphs like decodes.
 
 A turn of a conversation is some tens of new tokens on a long history, cut where a boundary is captured: launched kernel
-by kernel, such a step takes ten times as long as its kernels do. So a step whose chunks are short is filled up to one
-of few shapes: decodes, then chunks, then tokens that belong to nobody. Kernels take the real lengths from the device;
-the host's numbers, which a graph freezes, are upper bounds (see `StepMetadata`).
+by kernel, such a step takes ten times as long as its kernels do; of a small model even one of thousands of tokens takes
+longer. So a step is filled up to one of the shapes: decodes, then chunks, then tokens that belong to nobody. Kernels
+take the real lengths from the device; the host's numbers, which a graph freezes, are upper bounds (see `StepMetadata`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,28 +19,35 @@ from engram_kernels.metadata import PAGE, StepMetadata
 from engram_runtime.executor.device.inputs import DecodeInputs
 from engram_runtime.executor.device.tables import RowTables
 from engram_runtime.executor.plan import SequencePlan
+from engram_runtime.models.base import CausalLM
 
 DECODES = (8, 64)
-CHUNKS = (1, 4, 16)
+CHUNKS = (1, 4, 16, 32)
 CHUNK_TOKENS = (8, 32, 48, 64, 128)
-"""8: what follows a turn's history, the generation prompt; 48: a short message. Sixteen of them at once, filled up to
-32 and 64, would be launched kernel by kernel or compute a half more."""
-MAX_TOKENS = 2048
-MAX_WASTE, FREE_TOKENS = 4, 256
-"""A shape may have this many times the step's tokens, or up to this many tokens however few they are."""
+"""Bounds of short chunks: 8 holds what follows a turn's history, the generation prompt; 48 a short message. Longer ones
+are bounded by the total alone."""
+TOTALS = (8, 32, 48, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8192, 512))
+"""Bounds of the tokens of all chunks together, and so on: eight to sixteen steps from a power of two to the next."""
+FREE_TOKENS, MAX_WASTE = 512, 1.25
+"""A step may be filled up to so many tokens however few it has, since launching it takes longer than computing them;
+above that, to so many times its tokens."""
+LAUNCH_SECONDS = 0.6e-3
+"""What launching a layer kernel by kernel takes the host. Measured: 0.57 to 0.8 ms (Qwen3-0.6B, H200's host)."""
+FLOPS = 600e12
 
 
 @dataclass(frozen=True, slots=True)
 class MixedShape:
-    """`decodes` sequences of one token, then `chunks` sequences of at most `each` tokens."""
+    """`decodes` sequences of one token, then `chunks` sequences of at most `each` tokens, `total` of them together."""
 
     decodes: int
     chunks: int
     each: int
+    total: int
 
     @property
     def tokens(self) -> int:
-        return self.decodes + self.chunks * self.each
+        return self.decodes + self.total
 
     @property
     def sequences(self) -> int:
@@ -52,22 +59,49 @@ class MixedShape:
         return 3 * self.tokens + 7 * self.sequences + 1
 
 
-def mixed_shape(sequences: Sequence[SequencePlan], most_decodes: int) -> MixedShape | None:
-    """The smallest shape that holds the step; None when it has long chunks or would mostly be filled up."""
-    decodes = _leading_decodes(sequences)
-    lengths = [sequence.num_tokens for sequence in sequences[decodes:]]
-    room = _fit(decodes, (*(size for size in DECODES if size < most_decodes), most_decodes))
-    chunks, each = _fit(len(lengths), CHUNKS), _fit(max(lengths, default=0), CHUNK_TOKENS)
-    if room is None or chunks is None or each is None:
-        return None
-    shape = MixedShape(room, chunks, each)
-    actual = decodes + sum(lengths)
-    return shape if shape.tokens <= min(MAX_TOKENS, max(FREE_TOKENS, MAX_WASTE * actual)) else None
+class MixedShapes:
+    """The shapes of an executor: at most `most_decodes` sequences, and `most_tokens` tokens of chunks."""
+
+    def __init__(self, most_decodes: int, most_tokens: int) -> None:
+        self._decodes = (*(size for size in DECODES if size < most_decodes), most_decodes)
+        self._totals = (*(size for size in _totals(most_tokens) if size < most_tokens), most_tokens)
+
+    @property
+    def words(self) -> int:
+        """Words that hold the plan of any shape."""
+        return MixedShape(self._decodes[-1], CHUNKS[-1], 0, self._totals[-1]).words
+
+    def fit(self, sequences: Sequence[SequencePlan]) -> MixedShape | None:
+        """The smallest shape that holds the step; None when there is none, or too much of it would be filled up."""
+        decodes = _leading_decodes(sequences)
+        lengths = [sequence.num_tokens for sequence in sequences[decodes:]]
+        room = _fit(decodes, self._decodes)
+        chunks = _fit(len(lengths), CHUNKS)
+        if room is None or chunks is None:
+            return None
+        new = sum(lengths)
+        total = _fit(new + chunks - len(lengths), self._totals)  # a chunk of nobody has one token
+        if total is None:
+            return None
+        each = _fit(max(lengths, default=0), CHUNK_TOKENS)
+        shape = MixedShape(room, chunks, total if each is None else each, total)
+        if chunks * shape.each < total:
+            shape = replace(shape, total=chunks * shape.each)
+        return shape if shape.tokens <= max(FREE_TOKENS, MAX_WASTE * (decodes + new)) else None
 
 
-def largest_words(most_decodes: int) -> int:
-    """Words that hold the plan of any shape."""
-    return 3 * MAX_TOKENS + 7 * (most_decodes + CHUNKS[-1]) + 1
+def _totals(most: int) -> Iterator[int]:
+    yield from TOTALS
+    size = 8192
+    while size < most:
+        yield size
+        size += 1024
+
+
+def worth_recording(model: CausalLM) -> int:
+    """Tokens of a step below which launching its kernels takes longer than running them."""
+    launching = LAUNCH_SECONDS * model.spec.num_layers
+    return int(launching * FLOPS / (2 * model.weights_per_token())) // 64 * 64
 
 
 def _fit(count: int, sizes: Sequence[int]) -> int | None:
@@ -142,6 +176,7 @@ def mixed_inputs(
         has_state=seq_lens > query_start.diff(),
         query_lens_host=(1,) * shape.decodes + (shape.each,) * shape.chunks,
         seq_lens_host=(window,) * count,
+        chunk_tokens_host=shape.total,
         state_targets=targets,
     )
     ids = torch.where(tokens < 0, tables.last[owners], tokens)
