@@ -157,9 +157,9 @@ class SnapshotService:
         if tiers:
             self._background.start()
 
-    def make_room(self, nbytes: int) -> None:
-        """Let go of what was used longest ago in host memory, so that this much of its budget is free."""
-        self._shared.host.make_room(nbytes)
+    def make_room(self, nbytes: int) -> bool:
+        """Let go of this much of what was used longest ago in host memory; False when there was nothing."""
+        return self._shared.host.make_room(nbytes)
 
     # The engine's side
 

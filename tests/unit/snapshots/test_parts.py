@@ -109,6 +109,20 @@ def test_host_tier_is_least_recently_used_within_its_bytes() -> None:
     assert (host.get(item("a")), host.count, host.nbytes) == (None, 1, 400)
 
 
+def test_host_tier_lets_go_of_what_was_used_longest_ago() -> None:
+    host = HostTier(4000, HYBRID)
+    kilo = {"kv": torch.zeros(100)}  # 400 bytes
+    for name in "abc":
+        host.put(item(name), kilo)
+    host.put(item("s", STATE), kilo)
+    assert host.make_room(500)
+    assert [item(name) in host for name in "abc"] == [False, False, True]
+    assert item("s", STATE) in host
+    assert host.make_room(5000)
+    assert (host.count, host.nbytes) == (0, 0)
+    assert not host.make_room(1)
+
+
 def test_host_tier_keeps_states_apart_on_hybrids() -> None:
     host = HostTier(2000, HYBRID)
     host.put(item("s", STATE), {"ssm": torch.zeros(200)})

@@ -60,14 +60,19 @@ class HostTier:
         with self._lock:
             self._pool(key).remove(key)
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` of the capacity are free, from the fuller pool first."""
+    def make_room(self, nbytes: int) -> bool:
+        """Evict at least `nbytes`, from the fuller pool first; False when there was nothing.
+
+        However much of the capacity is free: whoever asks has found no memory, since what is on its way here has some.
+        """
         with self._lock:
-            while sum(pool.used for pool in self._pools.values()) + nbytes > self._capacity:
+            before = left = sum(pool.used for pool in self._pools.values())
+            while left and left > before - nbytes:
                 fullest = max(self._pools.values(), key=lambda pool: pool.used)
-                if not fullest.items:
-                    return
+                left -= fullest.used
                 fullest.evict()
+                left += fullest.used
+            return left < before
 
     @property
     def nbytes(self) -> int:
