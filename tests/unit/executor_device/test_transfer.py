@@ -52,13 +52,16 @@ def tokens(caches: Caches, first: int, count: int) -> Tensor:
     return torch.stack([torch.stack([torch.stack([torch.stack(h) for h in side]) for side in layer]) for layer in rows])
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 256])
 @pytest.mark.parametrize("group", [64 << 20, 5000, 2500])
 @pytest.mark.parametrize(("first", "count"), [(0, 80), (3, 70), (16, 16), (79, 1)])
 @pytest.mark.parametrize("arena_bytes", [None, 1 << 20])
 def test_what_was_read_is_what_was_there_and_goes_back_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, group: int, first: int, count: int, arena_bytes: int | None
+    monkeypatch: pytest.MonkeyPatch, piece: int, group: int, first: int, count: int, arena_bytes: int | None
 ) -> None:
     monkeypatch.setattr(transfers, "GROUP_BYTES", group)
+    monkeypatch.setattr(transfers, "TO_HOST_BYTES", piece)
+    monkeypatch.setattr(transfers, "TO_DEVICE_BYTES", 2 * piece)
     transfer, caches, arena = make(arena_bytes)
     expected = tokens(caches, first, count)
     packed = transfer.read_kv(TABLE, first, count)
@@ -109,7 +112,10 @@ def test_a_slice_of_anything_else_is_copied() -> None:
     assert torch.equal(whole, larger[1:, :, :, 3:7])
 
 
-def test_states_go_both_ways_and_are_checked() -> None:
+@pytest.mark.parametrize("piece", [1 << 20, 64])
+def test_states_go_both_ways_and_are_checked(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(transfers, "TO_HOST_BYTES", piece)
+    monkeypatch.setattr(transfers, "TO_DEVICE_BYTES", 2 * piece)
     transfer, caches, arena = make()
     assert arena is not None
     assert caches.ssm is not None
@@ -230,13 +236,15 @@ def test_copies_do_not_cross_what_was_registered_apart() -> None:
     arena.empty((3 * 4096,), torch.uint8)
     kept = arena.empty((3 * 4096,), torch.uint8)
     tensor = arena.empty((1024 * 5,), torch.int32)
-    pieces = list(arena.parts(tensor))
-    assert sum(part.numel() for part in pieces) == tensor.numel() * 4
-    assert torch.equal(torch.cat(pieces), tensor.view(torch.uint8))
-    for part in pieces:
+    assert len(arena.cuts(tensor, 1 << 20)) == 2
+    parts = [part for most in (1 << 20, 5000) for part in tensor.view(torch.uint8).split(arena.cuts(tensor, most))]
+    assert {part.numel() for part in parts[2:]} > {5000}
+    assert max(part.numel() for part in parts[2:]) == 5000
+    for part in parts:
         first = part.data_ptr() - arena._address
         assert first // (4 * 4096) == (first + part.numel() - 1) // (4 * 4096)
-    assert [p.numel() for p in arena.parts(torch.zeros(7, dtype=torch.int64))] == [56]
+    assert arena.cuts(torch.zeros(7, dtype=torch.int64), 1 << 20) == [56]
+    assert arena.cuts(torch.zeros(7, dtype=torch.int64), 24) == [24, 24, 8]
     del kept
 
 

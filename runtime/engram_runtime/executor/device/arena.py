@@ -16,7 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -96,20 +96,20 @@ class HostArena:
         piece = self._bytes[offset : offset + nbytes]
         returned = weakref.finalize(piece, self._returned.append, (offset, _rounded(nbytes)))
         returned.atexit = False
-        return torch.from_numpy(piece).view(dtype).view(tuple(shape))
+        return torch.frombuffer(piece, dtype=dtype).view(tuple(shape))
 
-    def parts(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The bytes of a contiguous tensor, cut where two slabs meet: a copy must not cross that."""
-        flat = tensor.view(-1).view(torch.uint8)
-        start = flat.data_ptr() - self._address
+    def cuts(self, tensor: Tensor, most: int) -> list[int]:
+        """Bytes of the parts, `most` at most, in which a contiguous tensor is copied: no copy may cross from one slab
+        to the next."""
+        nbytes, start = tensor.nbytes, tensor.data_ptr() - self._address
         if not 0 <= start < self.capacity:
-            yield flat
-            return
-        done = 0
-        while done < flat.numel():
-            step = min(flat.numel() - done, self._slab - (start + done) % self._slab)
-            yield flat[done : done + step]
-            done += step
+            return cuts(nbytes, most)
+        found = list[int]()
+        while nbytes:
+            room = min(nbytes, self._slab - start % self._slab)
+            found += cuts(room, most)
+            start, nbytes = start + room, nbytes - room
+        return found
 
     def seal(self, tensor: Tensor, digest: int) -> None:
         """Remember the device's digest of all of a piece."""
@@ -200,6 +200,12 @@ class HostArena:
             self._free[at - 1] = offset, size
         else:
             self._free.insert(at, (offset, size))
+
+
+def cuts(total: int, most: int) -> list[int]:
+    """Sizes of the parts of a whole: `most` each, and what is left."""
+    whole, rest = divmod(total, most)
+    return [most] * whole + [rest] * bool(rest)
 
 
 def _rounded(nbytes: int) -> int:

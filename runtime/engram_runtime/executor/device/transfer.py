@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engram_kernels import Ops
 from engram_kernels.checksum.reference import new_keys
+from engram_kernels.metadata import PAGE
 from engram_runtime.errors import SnapshotError
-from engram_runtime.executor.device.arena import HostArena
+from engram_runtime.executor.device.arena import HostArena, cuts
 from engram_runtime.executor.device.paging import resolve_checksum, row_mover
 from engram_runtime.executor.device.staging import Done, host_buffer, to_host
 from engram_runtime.executor.transfer import CacheTransfer
@@ -55,13 +56,8 @@ class _Lane:
             self.kernels = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self.copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        if stream is None:
-            yield
-        else:
-            with torch.cuda.stream(stream):
-                yield
+    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def buffer(self, nbytes: int) -> Tensor:
         """The next staging buffer's first bytes; call it on the queue that writes there."""
@@ -106,6 +102,10 @@ class DeviceTransfer(CacheTransfer):
         self._rows = row_mover(ops, caches.kv) if caches.kv else None
         self._checksum = resolve_checksum(ops)
         self._keys = new_keys(device)
+        self._sums = torch.zeros(2, dtype=torch.int64, device=device)
+        self._sum_of = (self._sums[:1], self._sums[1:])
+        self._found = host_buffer((2,), torch.int64, device)
+        """Digests of what is being read, for the one who has the lane to the host; and the same on the host."""
         self._arena: HostArena | None = None
         self._unsettled: dict[int, list[_Check]] = {}
         """By thread."""
@@ -135,15 +135,16 @@ class DeviceTransfer(CacheTransfer):
         some = self._caches.kv[0]
         heads, dim = some.shape[2], some.shape[4]
         packed = self._host((len(self._caches.kv), 2, heads, count, dim), some.dtype)
-        lane = self._out
+        blocks, skipped = block_ids[first // PAGE : -(-(first + count) // PAGE)], first % PAGE
+        lane, digest = self._out, self._sum_of[0]
         with lane.lock:
             with lane.on(lane.kernels):
-                table = self._table(block_ids)
-                digest = self._zero()
+                table = self._table(blocks)
+                self._sums.zero_()
             for begin, part in self._groups(packed):
                 with lane.on(lane.kernels):
-                    stage = lane.buffer(part.numel() * part.element_size()).view(part.dtype).view(part.shape)
-                    self._rows.move(stage, table, begin, first, count, 0, to_packed=True)
+                    stage = lane.buffer(part.nbytes).view(part.dtype).view(part.shape)
+                    self._rows.move(stage, table, begin, skipped, count, 0, to_packed=True)
                     self._add(stage, digest, begin)
                     gathered = lane.mark()
                 with lane.on(lane.copies):
@@ -151,9 +152,10 @@ class DeviceTransfer(CacheTransfer):
                     self._copy(part, stage, to_host=True)
                     lane.release()
             with lane.on(lane.kernels):
-                found = to_host(digest)
+                self._found.copy_(self._sums, non_blocking=True)
             lane.wait()
-        self._seal(packed, found)
+            found = self._found.tolist()
+        self._seal(packed, found[0])
         return packed
 
     @torch.inference_mode()
@@ -162,22 +164,22 @@ class DeviceTransfer(CacheTransfer):
         caches, lane = self._caches, self._out
         if caches.ssm is None or caches.conv is None:
             return {}
-        found: dict[str, Tensor] = {}
+        sources = (caches.ssm[slot], caches.conv[slot])
+        ssm, conv = targets = [self._host(source.shape, source.dtype) for source in sources]
         with lane.lock:
-            digests: dict[str, Tensor] = {}
-            for name, cache in (("ssm", caches.ssm), ("conv", caches.conv)):
-                source = cache[slot]
-                found[name] = self._host(source.shape, source.dtype)
-                with lane.on(lane.copies):
-                    self._copy(found[name], source, to_host=True)
-                with lane.on(lane.kernels):
-                    digest = self._zero()
+            with lane.on(lane.copies):
+                for target, source in zip(targets, sources, strict=True):
+                    self._copy(target, source, to_host=True)
+            with lane.on(lane.kernels):
+                self._sums.zero_()
+                for source, digest in zip(sources, self._sum_of, strict=True):
                     self._add(source, digest, 0)
-                    digests[name] = to_host(digest)
+                self._found.copy_(self._sums, non_blocking=True)
             lane.wait()
-        for name, value in found.items():
-            self._seal(value, digests[name])
-        return found
+            found = self._found.tolist()
+        for target, value in zip(targets, found, strict=True):
+            self._seal(target, value)
+        return {"ssm": ssm, "conv": conv}
 
     # To the device
 
@@ -199,7 +201,7 @@ class DeviceTransfer(CacheTransfer):
                 digest = self._zero()
             for begin, part in self._groups(piece):
                 with lane.on(lane.copies):
-                    stage = lane.buffer(part.numel() * part.element_size()).view(part.dtype).view(part.shape)
+                    stage = lane.buffer(part.nbytes).view(part.dtype).view(part.shape)
                     self._copy(part, stage, to_host=False)
                     arrived = lane.mark()
                 with lane.on(lane.kernels):
@@ -235,7 +237,7 @@ class DeviceTransfer(CacheTransfer):
         for check, value in zip(checks, found.tolist(), strict=True):
             known = self._arena.digest(check.piece)
             if known is None:
-                self._seal(check.piece, torch.tensor([value]))
+                self._seal(check.piece, value)
             elif known != value:
                 self._arena.unseal(check.piece)  # the next one who wants it checks it on the host, and drops it
                 damaged = True
@@ -258,39 +260,37 @@ class DeviceTransfer(CacheTransfer):
 
     def _groups(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows [n, count, D]) of a packed piece, as many rows as a staging buffer holds."""
-        rows = packed.view(-1, packed.shape[3], packed.shape[4])
-        each = rows[0].numel() * rows.element_size()
-        step = GROUP_BYTES // each
+        count, dim = packed.shape[3:]
+        rows = packed.view(-1, count, dim)
+        step = GROUP_BYTES // (count * dim * packed.element_size())
         if not step:
-            raise ValueError(f"{packed.shape[3]} tokens are too many: one head of them has {each} bytes")
-        for begin in range(0, rows.shape[0], step):
-            yield begin, rows[begin : begin + step]
+            raise ValueError(f"{count} tokens are too many: one head of them has {rows[0].nbytes} bytes")
+        parts = rows.split_with_sizes(cuts(rows.shape[0], step))
+        yield from zip(range(0, rows.shape[0], step), parts, strict=True)
 
     def _copy(self, host: Tensor, device: Tensor, *, to_host: bool) -> None:
-        """All bytes of one to the other, on the current queue."""
-        flat = device.view(-1).view(torch.uint8)
-        done = 0
-        for part in self._arena.parts(host) if self._arena is not None else [host.view(-1).view(torch.uint8)]:
-            step = TO_HOST_BYTES if to_host else TO_DEVICE_BYTES
-            for begin in range(0, part.numel(), step):
-                some = part[begin : begin + step]
-                other = flat[done : done + some.numel()]
-                done += some.numel()
-                if to_host:
-                    some.copy_(other, non_blocking=True)
-                else:
-                    other.copy_(some, non_blocking=True)
+        """All of one to the other, on the current queue; one call, since each takes the interpreter from others."""
+        most = TO_HOST_BYTES if to_host else TO_DEVICE_BYTES
+        target, source = (host, device) if to_host else (device, host)
+        sizes = cuts(host.nbytes, most) if self._arena is None else self._arena.cuts(host, most)
+        if len(sizes) == 1:
+            target.copy_(source, non_blocking=True)
+            return
+        items = [size // host.element_size() for size in sizes]
+        # Of tensors on different devices it copies one after the other, as `copy_` does.
+        torch._foreach_copy_(
+            target.view(-1).split_with_sizes(items), source.view(-1).split_with_sizes(items), non_blocking=True
+        )
 
     def _add(self, rows: Tensor, digest: Tensor, first_row: int) -> None:
         """Digest of rows [n, ...]; nothing where their bytes are no whole words."""
-        flat = rows.reshape(rows.shape[0], -1)
-        if flat.shape[1] * flat.element_size() % 8 == 0:
-            self._checksum(flat.view(torch.int64), self._keys, digest, first_row)
+        if rows.nbytes // rows.shape[0] % 8 == 0:
+            words = rows.view(rows.shape[0], -1).view(torch.int64)
+            self._checksum(words, self._keys, digest, first_row)
 
-    def _seal(self, piece: Tensor, digest: Tensor) -> None:
-        row_bytes = piece.numel() // _rows_of(piece) * piece.element_size()
-        if self._arena is not None and row_bytes % 8 == 0:
-            self._arena.seal(piece, int(digest))
+    def _seal(self, piece: Tensor, digest: int) -> None:
+        if self._arena is not None and piece.nbytes // _rows_of(piece) % 8 == 0:
+            self._arena.seal(piece, digest)
 
     def _expect(self, piece: Tensor, digest: Tensor) -> None:
         self._unsettled.setdefault(threading.get_ident(), []).append(_Check(piece, digest))
