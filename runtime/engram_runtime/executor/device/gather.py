@@ -89,10 +89,10 @@ def _change(
     else:
         j = (i - opened) * BLOCK + tl.arange(0, BLOCK)
         live = j < count
-        row = tl.load(updates + j, mask=live, other=0)
-        column = tl.load(updates + count + j, mask=live, other=0)
-        block = tl.load(updates + 2 * count + j, mask=live, other=0)
-        tl.store(tables + row * stride + column, block.to(tl.int32), mask=live)
+        owners = tl.load(updates + j, mask=live, other=0)
+        columns = tl.load(updates + count + j, mask=live, other=0)
+        blocks = tl.load(updates + 2 * count + j, mask=live, other=0)
+        tl.store(tables + owners * stride + columns, blocks.to(tl.int32), mask=live)
 
 
 def change(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
