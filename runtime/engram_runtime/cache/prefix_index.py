@@ -61,6 +61,8 @@ class PrefixIndex:
         self._runs: dict[int, Run] = {}
         self._made = 0
         self._registered = 0
+        self.changes = 0
+        """Goes up with everything that may change what a lookup finds."""
         # Of each block: its run (-1: none), how many blocks lie above it, when it was registered.
         self._owner = np.full(num_blocks, -1, dtype=np.int64)
         self._depth = np.zeros(num_blocks, dtype=np.int64)
@@ -188,6 +190,7 @@ class PrefixIndex:
         Where other blocks already cover these tokens, those stay and the given ones remain private to their owner.
         Returns where the last block is now: a run and the place in it.
         """
+        self.changes += 1
         size, view = self.block_size, tokens_view(tokens)
         done = 0
         while True:
@@ -311,10 +314,16 @@ class PrefixIndex:
         """Keep `slot` as the state at `position`, inside `run`; False when one is already kept there."""
         if position in run.states:
             return False
+        self.changes += 1
         run.states[position] = slot
         self._state_places[slot] = (run, position)
         self._pool(self._states).cache((slot,))
         return True
+
+    def put_mark(self, run: Run, position: int, mark: Any) -> None:
+        """What a lookup that comes past `position`, inside `run`, is told; in place of what was there."""
+        self.changes += 1
+        run.marks[position] = mark
 
     def demote_states(self, last: Run | None, before: int) -> None:
         """Let the states of this chain at positions below `before` go first when slots are needed."""
@@ -326,6 +335,7 @@ class PrefixIndex:
             run = run.parent
 
     def drop_state(self, slot: int) -> None:
+        self.changes += 1
         run, position = self._state_places.pop(slot)
         del run.states[position]
         self._pool(self._states).uncache((slot,))
@@ -337,6 +347,7 @@ class PrefixIndex:
 
         More than one at a time where they are the end of one run: released last block first, evicted in that order.
         """
+        self.changes += 1
         run = self._runs[int(self._owner[blocks[0]])]
         at = int(self._depth[blocks[0]]) - run.start
         count = 1
@@ -347,6 +358,7 @@ class PrefixIndex:
 
     def evict_states(self, slots: array[int]) -> int:
         """The pool reuses the first of `slots`."""
+        self.changes += 1
         run, position = self._state_places.pop(slots[0])
         del run.states[position]
         return 1

@@ -74,7 +74,8 @@ def test_any_sequence_of_operations_keeps_the_books_balanced(width: int, operati
     order: list[int] = []
 
     def forget(slots: array[int]) -> int:
-        assert order[: len(slots)] == list(slots), "evicted out of order"
+        left = [slot for slot in order if slot in indexed]  # an allocation may ask several times
+        assert left[: len(slots)] == list(slots), "evicted out of order"
         indexed.difference_update(slots[:2])
         return min(2, len(slots))
 

@@ -226,6 +226,53 @@ def test_a_small_cache_forgets_without_leaking(
         assert cache.blocks.held == 0
 
 
+@given(
+    st.booleans(),
+    st.lists(
+        st.tuples(words, st.integers(1, 13), st.sampled_from(["remember", "mark", "evict", "evict states", "thin"])),
+        max_size=25,
+    ),
+    st.lists(words, min_size=1, max_size=4),
+)
+def test_a_lookup_that_is_remembered_is_what_the_index_says_now(
+    recurrent: bool, changes: list[tuple[list[int], int, str]], prompts: list[list[int]]
+) -> None:
+    cache = CacheManager(12, BLOCK, num_states=3 if recurrent else 0)
+    asked = [array("I", stretched(word, 2)) for word in prompts]
+    for word, position, change in changes:
+        tokens = stretched(word, 2)
+        if change in ("remember", "mark"):
+            at = min(2 * position, len(tokens))
+            remember(
+                cache, tokens, state_at=at if recurrent else None, mark=(position, change) if change == "mark" else None
+            )
+        elif change == "thin":
+            spot = cache.register(Chain("a"), tokens, cache.match("a", tokens, len(tokens)).blocks, 0)
+            if spot is not None:
+                cache.thin_states(spot, position)
+        else:
+            pool = cache.blocks if change == "evict" else cache.states
+            pool.release(pool.allocate(min(position, pool.available)) or [])
+        for tokens_asked in asked:
+            for limit in (len(tokens_asked) - 1, len(tokens_asked)):
+                found = [cache.match("a", tokens_asked, limit) for _ in range(2)]
+                fresh = cache.index.match("a", tokens_asked, limit, recurrent)
+                assert found[0] is found[1]
+                assert found[0] == fresh
+                assert found[0].spot == fresh.spot
+        assert cache.match("b", asked[0], 1) == Match()
+
+
+def test_equal_tokens_of_another_request_are_looked_up_by_themselves() -> None:
+    cache = CacheManager(8, BLOCK)
+    remember(cache, [1, 2, 3, 4, 5, 6])
+    first, second = array("I", [1, 2, 3, 4, 9]), array("I", [1, 2, 3, 4, 5])
+    assert [cache.match("a", tokens, 5).position for tokens in (first, second, first)] == [4, 5, 4]
+    for _ in range(200):  # ids of arrays that are gone come again
+        assert cache.match("a", array("I", [1, 2, 9]), 3).position == 2
+        assert cache.match("a", array("I", [1, 9]), 2).position == 1
+
+
 def test_a_conversation_is_one_run_however_long_and_parts_where_another_leaves_it() -> None:
     cache = CacheManager(600, BLOCK)
     history = list(range(1000))
