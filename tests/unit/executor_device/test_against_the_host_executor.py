@@ -154,8 +154,10 @@ def test_tokens_of_nobody_leave_nothing_behind(tiny: Get, family: str) -> None:
     assert isinstance(executor, DeviceExecutor)
     prompt = tuple(range(10, 50))
     opened = RowOpen(2, RowSampling(temperature=0.0), prompt)
-    executor.submit(StepPlan(0, (SequencePlan(2, 0, prompt, (4, 5, 6), 1, True),), opens=(opened,)))
-    executor.collect()
+    for closes in ((), (2,)):  # a shape is recorded when it comes for the second time
+        plan = StepPlan(0, (SequencePlan(2, 0, prompt, (4, 5, 6), 1, True),), opens=(opened,), closes=closes)
+        executor.submit(plan)
+        executor.collect()
     assert executor.recorded == 1
     assert all(kv[:, -1, :, 0].isfinite().all() for kv in executor._caches.kv)
     assert 0 <= int(executor._tables.last[-1]) < model.spec.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -175,8 +176,8 @@ def test_the_largest_size_is_recorded_first_and_each_once() -> None:
     assert len(graphs) == 3
 
 
-def test_of_mixed_shapes_the_ones_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_module, "MOST_MIXED", 3)
+def mixed_graphs() -> tuple[StepGraphs, list[Any], Callable[[MixedShape], bool]]:
+    """Graphs, what was recorded, and a step with prompts: whether it was taken from a recording."""
     built: list[Any] = []
 
     def build(shape: Any, way: Way) -> Any:
@@ -184,16 +185,56 @@ def test_of_mixed_shapes_the_ones_used_last_are_kept(monkeypatch: pytest.MonkeyP
         return lambda: ()
 
     graphs = StepGraphs(4, Again(), build, lambda shape: None)
+
+    def step(shape: MixedShape) -> bool:
+        served = graphs.serves(shape, Way.GREEDY)
+        if served:
+            graphs.get(shape, Way.GREEDY)
+        return served
+
+    return graphs, built, step
+
+
+def shape_of(number: int) -> MixedShape:
+    return MixedShape(0, 1, 8 * number, 8 * number)
+
+
+def test_a_mixed_shape_is_recorded_when_it_comes_again() -> None:
+    graphs, built, step = mixed_graphs()
+    assert graphs.serves(4, Way.GREEDY)
+    assert not step(shape_of(1))
+    assert not graphs.serves(shape_of(1), Way.DRAW)  # sampled in another way it is another recording
+    assert not built
+    assert [step(shape_of(1)) for _ in range(3)] == [True] * 3
+    assert built == [shape_of(1)]
+
+
+def test_mixed_recordings_in_use_are_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "MOST_MIXED", 2)
+    monkeypatch.setattr(graph_module, "IDLE", 6)
+    graphs, built, step = mixed_graphs()
     graphs.get(4, Way.GREEDY)
-    shapes = [MixedShape(0, 1, 8 * n, 8 * n) for n in range(1, 5)]
-    for shape in (*shapes[:3], shapes[0], shapes[3]):
-        graphs.get(shape, Way.GREEDY)
-    assert len(graphs) == 4
-    for shape in (shapes[0], 4, shapes[2], shapes[3]):
-        graphs.get(shape, Way.GREEDY)
-    assert built == [4, *shapes]
-    graphs.get(shapes[1], Way.GREEDY)  # was used least recently when the fourth came
-    assert built == [4, *shapes, shapes[1]]
+    for number in (1, 1, 2, 2):
+        step(shape_of(number))
+    served = [step(shape_of(number)) for number in (3, 1, 3, 2, 3, 1, 3)]
+    assert served == [False, True, False, True, False, True, False]
+    assert built == [4, shape_of(1), shape_of(2)]
+    for _ in range(5):
+        step(shape_of(1))
+    assert step(shape_of(3)), "the second was not used for more than six steps"
+    assert built == [4, shape_of(1), shape_of(2), shape_of(3)]
+    assert len(graphs) == 3
+    assert not step(shape_of(2))
+    assert step(shape_of(1))
+    assert len(built) == 4
+
+
+def test_counting_begins_anew_when_there_are_too_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "MOST_SEEN", 3)
+    _, built, step = mixed_graphs()
+    assert not any(step(shape_of(number)) for number in (1, 2, 3, 4, 1))
+    assert step(shape_of(1))
+    assert built == [shape_of(1)]
 
 
 def test_no_graphs_on_a_cpu() -> None:

@@ -165,7 +165,12 @@ class DeviceExecutor:
         packer = Packer(self._device)
         opened = self._change_rows(plan)
         sequences = plan.sequences
-        shape = self._shape_of(sequences)
+        sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
+        numbers = [s.row for _, s in sampled]
+        rows = [self._rows[number] for number in numbers]
+        way = way_of(rows)
+        shape = self._shape_of(sequences, way)
+        step = self._graph_of(shape, way)  # first: recording uses the memory that the plan goes to
         words: np.ndarray | None = None
         mixed: MixedInputs | None = None
         places, last = list(range(len(sequences))), _last_tokens(sequences)
@@ -176,11 +181,6 @@ class DeviceExecutor:
             if shape is not None:
                 laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot)
                 words, places, last = laid_out.words, laid_out.places, laid_out.last
-        sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
-        numbers = [s.row for _, s in sampled]
-        rows = [self._rows[number] for number in numbers]
-        way = way_of(rows)
-        step = self._graph_of(shape, way)  # first: recording uses the memory that the plan goes to
         if words is not None:
             packer.add(words)  # a recorded step reads its plan from the front
         elif sequences:
@@ -272,13 +272,14 @@ class DeviceExecutor:
 
     # Recorded steps
 
-    def _shape_of(self, sequences: Sequence[SequencePlan]) -> Shape | None:
+    def _shape_of(self, sequences: Sequence[SequencePlan], way: Way) -> Shape | None:
         """The recorded shape that serves a step; None for one that is launched kernel by kernel."""
         if self._graphs is None or not sequences or any(s.prompt_logprobs for s in sequences):
             return None
         if all(s.token_ids is None and s.sample for s in sequences):
             return self._graphs.size_for(len(sequences))
-        return self._shapes.fit(sequences)
+        shape = self._shapes.fit(sequences)
+        return shape if shape is not None and self._graphs.serves(shape, way) else None
 
     def _graph_of(self, shape: Shape | None, way: Way) -> Step | None:
         return None if shape is None or self._graphs is None else self._graphs.get(shape, way)

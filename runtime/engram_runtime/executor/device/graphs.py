@@ -1,6 +1,7 @@
 """Steps recorded once per shape and way of sampling, and replayed. The shape of a decode step is its batch size.
 
-Steps with prompts have many shapes: of those, the ones used last are kept.
+Steps with prompts have many shapes, and recording one takes two or three times as long as launching it. So one is
+recorded when it comes for the second time, and while all that is kept is in use, others are launched.
 
 A graph is recorded the first time its shape is needed, after the same step has run once on spare rows (so every
 kernel is compiled and every workspace exists), the largest decode before any other: all graphs share one memory pool,
@@ -26,6 +27,11 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 MOST_MIXED = 128
 """Recorded steps with prompts that are kept; each takes the driver about a megabyte of the card's memory."""
+SIGHTINGS = 2
+IDLE = 1000
+"""Steps with prompts after which a recorded one that served none of them makes way for another."""
+MOST_SEEN = 4096
+"""Shapes whose sightings are counted before counting begins anew."""
 UNRECORDABLE = ("rope_attention", "paged_attention", "sample", "experts")
 """Ops whose torch reference asks the device or the host for lengths while it runs."""
 
@@ -74,7 +80,12 @@ class StepGraphs:
         self.sizes = batch_sizes(most)
         self._recorder, self._build, self._rest = recorder, build, rest
         self._recorded: dict[tuple[Shape, Way], Step] = {}
-        """In the order in which the mixed ones among them were used last."""
+        self._used: dict[tuple[Shape, Way], int] = {}
+        """When each of the mixed ones was used last, in that order."""
+        self._seen: dict[tuple[Shape, Way], int] = {}
+        """How often mixed ones that are not recorded came."""
+        self._steps = 0
+        """Mixed ones so far."""
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -83,27 +94,45 @@ class StepGraphs:
         """The smallest recorded size that holds this many sequences."""
         return self.sizes[bisect_left(self.sizes, sequences)]
 
+    def serves(self, shape: Shape, way: Way) -> bool:
+        """Whether a step that is due now is to be taken from `get`; otherwise it is launched. Ask once a step."""
+        if isinstance(shape, int):
+            return True
+        key = shape, way
+        self._steps += 1
+        if key in self._recorded:
+            return True
+        if len(self._seen) >= MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] < SIGHTINGS:
+            return False
+        return len(self._used) < MOST_MIXED or self._steps - next(iter(self._used.values())) > IDLE
+
     def get(self, shape: Shape, way: Way) -> Step:
         """The replay of a step; recorded now if need be, which overwrites the step's inputs with spare rows."""
         if not self._recorded and isinstance(shape, int):
             self._record(self.sizes[-1], way)
         if (shape, way) not in self._recorded:
             self._record(shape, way)
-        elif isinstance(shape, MixedShape):
-            self._recorded[shape, way] = self._recorded.pop((shape, way))
+        if isinstance(shape, MixedShape):
+            self._used.pop((shape, way), None)
+            self._used[shape, way] = self._steps
         return self._recorded[shape, way]
 
     def clear(self) -> None:
-        self._recorded.clear()
+        for kept in (self._recorded, self._used, self._seen):
+            kept.clear()
 
     def _record(self, shape: Shape, way: Way) -> None:
         step = self._build(shape, way)
         self._rest(shape)
         step()
         self._recorded[shape, way] = self._recorder.record(step)
-        mixed = [key for key in self._recorded if isinstance(key[0], MixedShape)]
-        for key in mixed[: max(0, len(mixed) - MOST_MIXED)]:
-            del self._recorded[key]
+        self._seen.pop((shape, way), None)
+        if isinstance(shape, MixedShape) and len(self._used) >= MOST_MIXED:
+            oldest = next(iter(self._used))
+            del self._recorded[oldest], self._used[oldest]
 
 
 def why_not_recorded(
