@@ -118,7 +118,7 @@ def turns(engine: LLMEngine, model: CausalLM) -> float:
                 tokens = tokens + output.new_token_ids
         tokens = tokens + [rng.randrange(model.spec.vocab_size) for _ in range(TURN)]
         times.append(first)
-    return statistics.median(times[2:])  # the first one is a prefill, the second one records
+    return statistics.median(times[3:])  # the first one is a prefill, the second one compiles, the third one records
 
 
 def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: int) -> dict[str, Any]:

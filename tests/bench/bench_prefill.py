@@ -36,6 +36,8 @@ from tests.bench.gpu_timing import COPY_TBS, save
 
 LONG = (8192, 32768)
 ROUNDS = {8192: 5, 32768: 3}
+WARM_UP = 2
+"""Rounds of each kind before those that count: the first compiles, the second records."""
 MANY, MANY_IN, MANY_OUT = 128, 512, 128
 CHECKED = 900
 """Prompt tokens of the comparison with the reference: longer than a tile, and no multiple of anything."""
@@ -64,7 +66,7 @@ def checked(engine: LLMEngine, model: CausalLM, judge: Judge, seed: int) -> dict
 
 def first_token(engine: LLMEngine, model: CausalLM, name: str, length: int) -> dict[str, Any]:
     times = []
-    for number in range(ROUNDS[length] + 1):
+    for number in range(ROUNDS[length] + WARM_UP):
         prompt = random_tokens(model, length, 1000 * length + number)
         before = engine.stats().prefilled_tokens
         run = drive(engine, {f"p{number}": Ask(prompt, 2)})[f"p{number}"]
@@ -72,17 +74,17 @@ def first_token(engine: LLMEngine, model: CausalLM, name: str, length: int) -> d
         if computed != length:
             raise RuntimeError(f"{computed} of {length} prompt tokens were computed")
         times.append(run.ttft_ms)
-    figure = statistics.median(times[1:])  # the first one compiles
-    row = {"model": name, "prompt": length, "ttft_ms": round(figure, 2), "worst_ms": round(max(times[1:]), 2)}
+    figure = statistics.median(times[WARM_UP:])
+    row = {"model": name, "prompt": length, "ttft_ms": round(figure, 2), "worst_ms": round(max(times[WARM_UP:]), 2)}
     floor = prefill_floor_ms(model, length)
     against(row, figure, floor=floor, bar=BAR_MS[name][length], peer=VLLM_MS[name][length])
     return row
 
 
 def many(engine: LLMEngine, model: CausalLM, name: str) -> dict[str, Any]:
-    """128 requests at once; the second of two rounds counts, the first one compiles and records."""
+    """128 requests at once; the last of three rounds counts."""
     seconds, first = 0.0, 0.0
-    for number in range(2):
+    for number in range(WARM_UP + 1):
         asks = {
             f"m{number}-{i}": Ask(random_tokens(model, MANY_IN, 7_000_000 * (number + 1) + i), MANY_OUT)
             for i in range(MANY)
@@ -109,16 +111,16 @@ def many(engine: LLMEngine, model: CausalLM, name: str) -> dict[str, Any]:
 def seed_protocol(engine: LLMEngine, model: CausalLM, name: str) -> dict[str, Any]:
     """Batch 4, prompts of 25 tokens, 64 generated, greedy: milliseconds per generated token, prefill included."""
     whole, steps = [], []
-    for number in range(6):
+    for number in range(5 + WARM_UP):
         asks = {f"s{number}-{i}": Ask(random_tokens(model, 25, 31 * number + i), 64) for i in range(4)}
         runs = drive(engine, asks)
         whole.append((max(r.times[-1] for r in runs.values()) - min(r.sent for r in runs.values())) * 1e3 / 64)
         steps.append(statistics.median(runs[f"s{number}-0"].tpot_ms))
-    figure = statistics.median(whole[1:])
+    figure = statistics.median(whole[WARM_UP:])
     floor = bench_step._read_bytes(model, 4, 25 + 32) / COPY_TBS / 1e9
     row: dict[str, Any] = {
         "model": name, "batch": 4, "prompt": 25, "out": 64, "ms_per_token": round(figure, 3),
-        "step_ms": round(statistics.median(steps[1:]), 3),
+        "step_ms": round(statistics.median(steps[WARM_UP:]), 3),
     }  # fmt: skip
     against(row, figure, floor=floor, bar=0.85, peer=2.49)
     return row
