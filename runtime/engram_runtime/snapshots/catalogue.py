@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engram_runtime.snapshots.policy.identity import SEGMENT_TOKENS, TokenChain, common_prefix
@@ -19,6 +19,7 @@ from engram_runtime.snapshots.policy.manifest import Manifest, PieceRef
 from engram_runtime.snapshots.policy.records import Label, effective_expiry
 
 FINE_GRID = 16  # inside the first segment, so that short chats are found too
+FINE_NAMES = (SEGMENT_TOKENS - 1) // FINE_GRID
 MAX_BUCKET = 64
 MAX_GONE = 1 << 16
 RECORD_TOKENS = 2048  # what a record costs besides its token ids (keys, manifest, index), in ids of 4 bytes
@@ -70,10 +71,10 @@ class Catalogue:
         self._lock = threading.RLock()
         self._records: OrderedDict[tuple[Space, str], Record] = OrderedDict()
         self._tokens = 0
-        self._buckets: dict[tuple[Space, str], OrderedDict[str, None]] = {}
+        self._buckets: dict[Space, dict[str, OrderedDict[str, None]]] = {}
         self._keys: dict[tuple[Space, str], list[str]] = {}
-        self._pieces: dict[tuple[Space, int, str], PieceRef] = {}
-        self._conversations: dict[tuple[Space, str], set[str]] = defaultdict(set)
+        self._pieces: dict[Space, dict[tuple[int, str], PieceRef]] = {}
+        self._conversations: dict[tuple[Space, str], dict[str, Record]] = {}
         self._gone: OrderedDict[tuple[Space, str], None] = OrderedDict()
         self._aliases: OrderedDict[tuple[Space, str], str] = OrderedDict()
 
@@ -86,20 +87,20 @@ class Catalogue:
             self._drop(key)
             self._records[key] = record
             self._tokens += len(record.tokens) + RECORD_TOKENS
-            self._conversations[record.space, record.manifest.conversation_id].add(record.snapshot_id)
+            group = (record.space, record.manifest.conversation_id)
+            self._conversations.setdefault(group, {})[record.snapshot_id] = record
+            pieces = self._pieces.setdefault(record.space, {})
             for piece in record.manifest.pieces:
                 if piece.end == piece.tensor_end:
-                    self._pieces[record.space, piece.start, piece.chain] = piece
-            names = [chain.key(position) for position in _grid(record.manifest.forwarded)]
-            names.append(record.manifest.chain)
-            if record.manifest.start_position is not None:
-                names.append(chain.key(record.manifest.start_position))
-            self._keys[key] = names
+                    pieces[piece.start, piece.chain] = piece
+            buckets = self._buckets.setdefault(record.space, {})
+            names = self._keys[key] = self._names(record, chain, buckets)
             record.segments = chain.segments
             for name in names:
-                bucket = self._buckets.setdefault((record.space, name), OrderedDict())
+                bucket = buckets.get(name)
+                if bucket is None:
+                    bucket = buckets[name] = OrderedDict()
                 bucket[record.snapshot_id] = None
-                bucket.move_to_end(record.snapshot_id)
                 if len(bucket) > MAX_BUCKET:
                     bucket.popitem(last=False)
             self._shrink(key)
@@ -145,12 +146,11 @@ class Catalogue:
     def piece(self, space: Space, start: int, chain: str) -> PieceRef | None:
         """A piece that begins at `start` and ends where the chain key is `chain`."""
         with self._lock:
-            return self._pieces.get((space, start, chain))
+            return self._pieces.get(space, {}).get((start, chain))
 
     def conversation(self, space: Space, conversation_id: str) -> list[Record]:
         with self._lock:
-            ids = self._conversations.get((space, conversation_id), set())
-            return [self._records[space, snapshot_id] for snapshot_id in ids]
+            return list(self._conversations.get((space, conversation_id), {}).values())
 
     def newest(self, space: Space, conversation_id: str) -> Record | None:
         """The longest that is known of a conversation."""
@@ -174,10 +174,11 @@ class Catalogue:
         found: list[tuple[Record, int]] = []
         best = 0
         with self._lock:
+            buckets = self._buckets.get(space, {})
             for position in sorted(grid, reverse=True):
                 if position + SEGMENT_TOKENS <= best:
                     break
-                for snapshot_id in reversed(self._buckets.get((space, chain.key(position)), OrderedDict())):
+                for snapshot_id in reversed(buckets.get(chain.key(position), ())):
                     record = self._records.get((space, snapshot_id))
                     if record is None or snapshot_id in seen:
                         continue
@@ -194,20 +195,39 @@ class Catalogue:
             return None
         space, snapshot_id = key
         self._tokens -= len(record.tokens) + RECORD_TOKENS
-        for name in self._keys.pop(key, []):
-            bucket = self._buckets.get((space, name))
+        buckets, pieces = self._buckets.get(space, {}), self._pieces.get(space, {})
+        for name in self._keys.pop(key):
+            bucket = buckets.get(name)
             if bucket is not None:
                 bucket.pop(snapshot_id, None)
                 if not bucket:
-                    del self._buckets[space, name]
+                    del buckets[name]
         for piece in record.manifest.pieces:
-            if self._pieces.get((space, piece.start, piece.chain)) == piece:
-                del self._pieces[space, piece.start, piece.chain]
+            if pieces.get((piece.start, piece.chain)) == piece:
+                del pieces[piece.start, piece.chain]
+        if not buckets:
+            self._buckets.pop(space, None)
+        if not pieces:
+            self._pieces.pop(space, None)
         group = (space, record.manifest.conversation_id)
-        self._conversations[group].discard(snapshot_id)
+        del self._conversations[group][snapshot_id]
         if not self._conversations[group]:
             del self._conversations[group]
         return record
+
+    def _names(self, record: Record, chain: TokenChain, buckets: Mapping[str, Iterable[str]]) -> list[str]:
+        """Where it is found. On the fine grid it has the names of any other that begins with the same segment."""
+        forwarded, start = record.manifest.forwarded, record.manifest.start_position
+        like = next(iter(buckets.get(chain.key(SEGMENT_TOKENS), ())), None) if forwarded >= SEGMENT_TOKENS else None
+        if like is None or self._records[record.space, like].tokens[:SEGMENT_TOKENS] != chain.tokens[:SEGMENT_TOKENS]:
+            names = [chain.key(position) for position in _grid(forwarded)]
+        else:
+            names = self._keys[record.space, like][:FINE_NAMES]
+            names += [chain.key(position) for position in range(SEGMENT_TOKENS, forwarded + 1, SEGMENT_TOKENS)]
+        names.append(record.manifest.chain)
+        if start is not None:
+            names.append(chain.key(start))
+        return names
 
     def _shrink(self, keep: tuple[Space, str]) -> None:
         if self._tokens <= self._max_tokens:

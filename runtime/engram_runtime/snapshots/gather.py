@@ -59,7 +59,8 @@ def gather(shared: Shared, capture: Capture, space: Space, chain: TokenChain) ->
 
 
 def _state(shared: Shared, slot: int) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in shared.transfer.read_state(slot).items()}
+    found = shared.transfer.read_state(slot)
+    return {name: tensor if tensor.is_contiguous() else tensor.contiguous() for name, tensor in found.items()}
 
 
 def keep_on_host(shared: Shared, gathered: Gathered) -> bool:

@@ -394,13 +394,10 @@ class Saver:
         space = self._shared.space(capture.tenant)
         for record in self._shared.catalogue.conversation(space, capture.conversation_id):
             manifest = record.manifest
-            stem = manifest.branch_name.split("~", 1)[0]
-            if (
-                manifest.chain == key
-                and manifest.pending_ids == tuple(capture.pending_ids)
-                and capture.branch_name in (manifest.branch_name, stem)
-                and rank(manifest.boundary) <= rank(capture.boundary)
-            ):
+            if manifest.chain != key or manifest.pending_ids != tuple(capture.pending_ids):
+                continue
+            same_branch = capture.branch_name in (manifest.branch_name, manifest.branch_name.split("~", 1)[0])
+            if same_branch and rank(manifest.boundary) <= rank(capture.boundary):
                 return record
         return None
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram_runtime.snapshots.policy import ids, keys
+from engram_runtime.snapshots.policy import identity, ids, keys
 from engram_runtime.snapshots.policy.identity import (
     SEGMENT_TOKENS,
     Keyring,
@@ -49,6 +49,27 @@ def test_a_chain_takes_nothing_from_another_tenants() -> None:
     chain = TokenChain(ROOT, range(600))
     chain.begin_like(theirs.tokens, theirs.segments)
     assert len(chain.segments) == 1
+
+
+def test_a_name_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving asks for the same few positions, and the same tenant's keys, again and again."""
+    chain, ring = TokenChain(ROOT, range(700)), Keyring(b"k" * 32)
+    positions = (20, 255, 256, 600, 700)
+    names = [chain.key(position) for position in positions]
+    assert [TokenChain(ROOT, range(position)).key(position) for position in positions] == names
+    tenants = [f"tenant {number}" for number in range(identity.MAX_DERIVED + 5)]
+    namespaces = [ring.namespace(tenant) for tenant in tenants]
+    root, signature = ring.root(ABI, "alice"), ring.signer("alice").sign("x", b"")
+    assert len(ring._derived) == identity.MAX_DERIVED
+    assert [ring.namespace(tenant) for tenant in tenants] == namespaces
+    assert [Keyring(b"k" * 32).namespace(tenant) for tenant in tenants[-9:]] == namespaces[-9:]
+    assert len({root, ring.root(ABI, "bob"), ring.signer("alice").key}) == 3
+    assert ring.signer("alice").sign("x", b"") == signature
+    assert ring == Keyring(b"k" * 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "hashlib", None)
+        assert [chain.key(position) for position in positions] == names
+        assert ring.namespace(tenants[0]) == namespaces[0]
 
 
 @given(TOKENS, st.data())

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from engram_runtime.errors import Conflict, NotFound
 from engram_runtime.snapshots import flight as flight_module
-from engram_runtime.snapshots.catalogue import RECORD_TOKENS, Catalogue, Record
+from engram_runtime.snapshots.catalogue import MAX_BUCKET, RECORD_TOKENS, Catalogue, Record
 from engram_runtime.snapshots.flight import SingleFlight
 from engram_runtime.snapshots.io.filesystem import FileSystem
 from engram_runtime.snapshots.io.host_tier import STATE, HostTier, ItemKey
 from engram_runtime.snapshots.io.local_store import LocalStore
 from engram_runtime.snapshots.io.store import StoreUnavailable, Truncated
 from engram_runtime.snapshots.policy import cost, delta
-from engram_runtime.snapshots.policy.identity import Keyring, TokenChain
+from engram_runtime.snapshots.policy.identity import SEGMENT_TOKENS, Keyring, TokenChain
 from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.policy.manifest import MAX_PIECES, Manifest, PieceRef, TensorRef
 from engram_runtime.snapshots.service import open_store
@@ -187,6 +187,52 @@ def test_catalogue_forgets_and_does_not_take_back_what_was_deleted() -> None:
     assert catalogue.add(one, chain) is None
     assert catalogue.records() == []
     assert (catalogue._buckets, catalogue._pieces, dict(catalogue._conversations), catalogue._tokens) == ({}, {}, {}, 0)
+
+
+def test_records_that_begin_alike_share_their_first_names_and_are_dropped_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn's names below the first segment are those of the turn before, and are not hashed again."""
+    catalogue = Catalogue()
+    shared = list(range(300))
+    (one, first), (two, second), (other, third) = (
+        record(number, tokens) for number, tokens in enumerate(([*shared, 1, 2], [*shared, 3, 4, 5], [7, *shared]))
+    )
+    catalogue.add(one, first)
+    asked: list[int] = []
+    key = TokenChain.key
+    monkeypatch.setattr(TokenChain, "key", lambda chain, position: asked.append(position) or key(chain, position))
+    catalogue.add(two, second)
+    assert set(asked) == {SEGMENT_TOKENS}
+    asked.clear()
+    catalogue.add(other, third)
+    assert set(asked) == {*range(16, SEGMENT_TOKENS, 16), SEGMENT_TOKENS}
+
+    def found(tokens: list[int]) -> set[str]:
+        return {r.snapshot_id for r, _ in catalogue.matches(SPACE, TokenChain(ROOT, tokens), len(tokens), exact=False)}
+
+    prompts = {length: [*shared[:length], 9] for length in (16, 100, 255, 299)}
+    assert all(found(prompt) == {one.snapshot_id, two.snapshot_id} for prompt in prompts.values())
+    assert found([7, *shared[:100]]) == {other.snapshot_id}
+    catalogue.remove(SPACE, one.snapshot_id)
+    assert all(found(prompt) == {two.snapshot_id} for prompt in prompts.values())
+    assert catalogue.newest(SPACE, "c") is two
+    catalogue.remove(SPACE, two.snapshot_id)
+    assert not any(found(prompt) for prompt in prompts.values())
+    catalogue.remove(SPACE, other.snapshot_id)
+    assert (catalogue._buckets, catalogue._pieces, catalogue._conversations, catalogue._keys) == ({}, {}, {}, {})
+
+
+def test_a_record_that_a_full_bucket_pushed_out_can_still_be_dropped() -> None:
+    catalogue = Catalogue()
+    tokens = list(range(12))  # one name each: that of all of them
+    crowd = [record(number, tokens)[0] for number in range(MAX_BUCKET + 1)]
+    chain = TokenChain(ROOT, tokens)
+    for one in crowd:
+        catalogue.add(one, chain)
+    for one in reversed(crowd):  # the one that is in no bucket comes last
+        assert catalogue.remove(SPACE, one.snapshot_id) is one
+    assert (catalogue._buckets, catalogue._pieces, catalogue._conversations, catalogue._tokens) == ({}, {}, {}, 0)
 
 
 def test_catalogue_is_bounded_and_drops_what_is_durable_first() -> None:

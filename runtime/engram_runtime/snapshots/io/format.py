@@ -22,6 +22,7 @@ MAX_FILE_BYTES = 1 << 40
 MAX_TENSORS = 256
 MAX_RANK = 8
 ITEM_BITS = {"U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F16": 16, "BF16": 16, "U32": 32, "F32": 32}
+_JSON = json.JSONEncoder(separators=(",", ":"))
 _PAD = bytes(ALIGNMENT)
 
 
@@ -84,7 +85,7 @@ def build(tensors: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileIma
         placed.append((tensor, position))
         body.append(tensor.data.cast("B") if tensor.data.nbytes else memoryview(b""))
         position += tensor.data.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _JSON.encode(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(text)} bytes exceeds {MAX_HEADER_BYTES}")

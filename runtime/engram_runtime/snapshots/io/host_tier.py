@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from engram_runtime.snapshots.policy.keys import Space
 from engram_runtime.snapshots.types import StateLayout
 
 
-@dataclass(frozen=True, slots=True)
-class ItemKey:
+class ItemKey(NamedTuple):
     """A KV piece (file and tensor) or a state (snapshot id, STATE or START_STATE) of one tenant and model."""
 
     space: Space

@@ -44,7 +44,8 @@ def view_bytes(tensor: Tensor) -> memoryview:
         raise ValueError("tensor must be contiguous and on the host")
     if not tensor.numel():
         return memoryview(bytearray())
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor if tensor.dim() else tensor.view(1)
+    return flat.view(torch.uint8).numpy().data.cast("B")
 
 
 def kv_shape(layout: StateLayout, tokens: int) -> tuple[int, ...]:

@@ -13,17 +13,20 @@ import json
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engram_runtime.cache.runs import common, tokens_view
 
 FORMAT_VERSION = 1
+MAX_DERIVED = 1024  # names and keys of tenants that are remembered
 SEGMENT_TOKENS = 256  # the grid on which the chain is kept; part of state_abi, not a flag
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def canonical_json(value: object) -> bytes:
     """The one byte form of a JSON value: sorted keys, no spaces, ASCII. ValueError for NaN and infinities."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def state_abi(fields: Mapping[str, object]) -> str:
@@ -72,6 +75,7 @@ class Keyring:
     """Derives a tenant's namespace, chain root and signing key from the one tenant secret."""
 
     secret: bytes
+    _derived: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict, init=False, compare=False)
 
     def __repr__(self) -> str:  # never let the secret reach a log
         return "Keyring(...)"
@@ -91,7 +95,12 @@ class Keyring:
         return Signer(self._derive(b"engram-sign", namespace.encode()))
 
     def _derive(self, purpose: bytes, text: bytes) -> bytes:
-        return hmac.new(self.secret, purpose + b"\0" + text, hashlib.sha256).digest()
+        found = self._derived.get((purpose, text))
+        if found is None:
+            found = hmac.new(self.secret, purpose + b"\0" + text, hashlib.sha256).digest()
+            if len(self._derived) < MAX_DERIVED:
+                self._derived[purpose, text] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +127,13 @@ class Signer:
 class TokenChain:
     """h_i = H(h_{i-1}, tokens of segment i), and a name for any position: `key(n)` covers exactly tokens [0, n).
 
-    On the grid it is h_{n/256}; elsewhere H(last h, the unaligned tail). Lazy; each segment is hashed once.
+    On the grid it is h_{n/256}; elsewhere H(last h, the unaligned tail). Lazy; nothing is hashed twice.
     """
 
     def __init__(self, root: bytes, token_ids: Sequence[int]) -> None:
         self.tokens = pack_tokens(token_ids)
         self._segments = [root]
+        self._tails: dict[int, str] = {}
 
     @property
     def segments(self) -> tuple[bytes, ...]:
@@ -148,8 +158,11 @@ class TokenChain:
             self._extend(whole)
         if not tail:
             return self._segments[whole].hex()
-        start = whole * SEGMENT_TOKENS
-        return hashlib.sha256(self._segments[whole] + b"T" + token_bytes(self.tokens[start:position])).hexdigest()
+        found = self._tails.get(position)
+        if found is None:
+            data = self._segments[whole] + b"T" + token_bytes(self.tokens[whole * SEGMENT_TOKENS : position])
+            found = self._tails[position] = hashlib.sha256(data).hexdigest()
+        return found
 
     def _extend(self, whole: int) -> None:
         """Hash the segments up to the `whole`th."""
