@@ -8,7 +8,6 @@ sequence is the turn's answer, so only `history` is kept.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from engram_runtime.cache.manager import CacheManager, Lease
+from engram_runtime.engine.lineage import COMPLETED, Lineage, Mark
 from engram_runtime.engine.request import Identity, Request
 from engram_runtime.engine.sequence import Sequence
 from engram_runtime.snapshots.policy.ids import new_id
@@ -27,22 +27,7 @@ costs nothing."""
 GRACE_WITH_WARM = 10.0
 """While next_history is on its way turn_end waits up to this many times the grace."""
 CROWDED_SHARE = 0.25
-REMEMBERED_TURNS = 10_000
-
-COMPLETED = ("turn_end", "next_history")
-"""Boundaries after an answer: who goes on from there is the next turn of the same conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What the prefix index remembers of a boundary."""
-
-    boundary: str
-    conversation_id: str
-    branch_name: str
-    turn_number: int
-    snapshot_id: str | None
-    """Of the durable snapshot at exactly this position, if one was made."""
+REMEMBERED_CONVERSATIONS = 10_000
 
 
 @dataclass(slots=True)
@@ -77,65 +62,20 @@ class Boundaries:
         self._clock = clock
         self._post_release = post_release
         self._held: dict[TurnKey, _Held] = {}
-        self._newest: OrderedDict[tuple[str, str, str], tuple[int, str | None]] = OrderedDict()
-        self._moved: OrderedDict[str, str] = OrderedDict()
-        """Branches of snapshots that another writer was faster than, by id. Written by the service's threads."""
-        self._moved_lock = threading.Lock()
+        self._lineage = Lineage()
         self._rewarmed: OrderedDict[tuple[str, str], int] = OrderedDict()
         """Tokens computed in the background for a conversation, until a turn of it reports them."""
         self.saves_requested = 0
         self.saves_superseded = 0
 
-    # Who is speaking
-
     def identify(self, request: Request) -> Identity:
         """Settle conversation, branch and turn number; the first sequence must have been admitted (or have failed)."""
-        if request.identity is not None:
-            return request.identity
-        turn = request.turn
-        if turn is None:
-            raise ValueError("turn: a request without one has no identity")
-        match = request.first.match
-        marks = [mark for _, mark in match.marks] if match is not None else []
-        if turn.conversation_id is None:
-            base = next((mark for mark in marks if mark.boundary in COMPLETED), None)
-            conversation = base.conversation_id if base is not None else new_id()
-            branch = base.branch_name if base is not None else turn.branch_name
-        else:
-            conversation, branch = turn.conversation_id, turn.branch_name
-            base = next((mark for mark in marks if mark.conversation_id == conversation), None)
-        # A shared system prompt makes no kinship: only the conversation's own snapshots, or the one that was named.
-        kin = (m for m in marks if m.conversation_id == conversation or m.snapshot_id == turn.restore_from)
-        kinsman = next((mark for mark in kin if mark.snapshot_id is not None), None)
-        parent = kinsman.snapshot_id if kinsman is not None else None
-        number = turn.turn_number
-        newest, newest_snapshot = self._newest.get((turn.tenant, conversation, branch), (0, None))
-        if kinsman is not None and kinsman.conversation_id == conversation:
-            branch = self._branch_after(kinsman, branch)
-        if number is None and base is not None:
-            # A warm-up belongs to the turn it follows; going on from before an answer repeats its turn.
-            follows = base.boundary in COMPLETED and request.warm_boundary is None
-            number = base.turn_number + follows
-        elif number is None:
-            stored = request.restore.head_turn if request.restore is not None else 0
-            number = max(newest, stored) + 1
-        request.identity = Identity(conversation, branch, number, parent or newest_snapshot)
-        return request.identity
-
-    def _branch_after(self, mark: Mark, branch: str) -> str:
-        """Where a turn goes on that asked for `branch`: on the branch that its parent was moved to."""
-        with self._moved_lock:
-            actual = self._moved.get(mark.snapshot_id or "", mark.branch_name)
-        return actual if actual.startswith(f"{branch}~") else branch
+        return self._lineage.identify(request)
 
     def _note_branch(self, snapshot_id: str, asked: str, result: SaveResult) -> None:
         """Any thread: a save is over."""
-        if result.branch_name == asked:
-            return
-        with self._moved_lock:
-            self._moved[snapshot_id] = result.branch_name
-            if len(self._moved) > REMEMBERED_TURNS:
-                self._moved.popitem(last=False)
+        if result.branch_name != asked:
+            self._lineage.note_branch(snapshot_id, result.branch_name)
 
     # Capturing
 
@@ -198,7 +138,7 @@ class Boundaries:
         snapshot = new_id()
         made = self._capture(request, sequence, "turn_end", position, slot, snapshot)
         self._record(request, sequence, "turn_end", position, slot, snapshot if made is not None else None)
-        self._remember(request.tenant, identity, snapshot if made is not None else None)
+        self._lineage.remember(request.tenant, identity, snapshot if made is not None else None)
         if made is not None and self._is_crowded():
             self._hand_over(made[0])
         elif made is not None:
@@ -222,7 +162,10 @@ class Boundaries:
         key = (request.tenant, identity.conversation_id, identity.branch_name, identity.turn_number)
         held = self._held.get(key)
         snapshot = held.capture.snapshot_id if held is not None else new_id()
-        made = self._capture(request, sequence, kind, sequence.computed, slot, snapshot)
+        made = None
+        # Whose successor has ended already would only be written beside it, on a branch of its own.
+        if held is not None or self._lineage.is_last(request.tenant, identity):
+            made = self._capture(request, sequence, kind, sequence.computed, slot, snapshot)
         if made is not None and held is not None:
             capture, leases = made
             capture.parent_id = held.capture.parent_id
@@ -239,7 +182,8 @@ class Boundaries:
         self._record(request, sequence, kind, sequence.computed, slot, snapshot if made is not None else None)
         if made is not None:
             self._hand_over(made[0])
-            self._remember(request.tenant, identity, snapshot)
+            if self._lineage.is_last(request.tenant, identity):
+                self._lineage.remember(request.tenant, identity, snapshot)
 
     def _record(
         self,
@@ -258,7 +202,8 @@ class Boundaries:
         mark: Mark | None = None
         if kind is not None and request.turn is not None:
             who = self.identify(request)
-            mark = Mark(kind, who.conversation_id, who.branch_name, who.turn_number, snapshot)
+            number, parent, key = who.turn_number, who.parent_id, who.prompt_key
+            mark = Mark(kind, who.conversation_id, who.branch_name, number, snapshot, parent, key)
             if kind not in COMPLETED and self._cache.mark_at(spot, position) is not None:
                 mark = None  # another turn ended exactly here: that says more
         self._cache.record(spot, position, slot, mark)
@@ -321,25 +266,22 @@ class Boundaries:
         return release
 
     def _hand_over(self, capture: Capture) -> str:
+        """Save it, and before it what it continues: a head moves from a turn to the next one only."""
         if self._snapshots is None:
             raise RuntimeError("a capture was made without a snapshot service")
+        before = [name for name, held in self._held.items() if held.capture.snapshot_id == capture.parent_id]
+        for name in before:
+            self.flush(name)
         self.saves_requested += 1
         self._snapshots.save(capture)
         return capture.snapshot_id
-
-    def _remember(self, tenant: str, identity: Identity, snapshot: str | None) -> None:
-        key = (tenant, identity.conversation_id, identity.branch_name)
-        self._newest[key] = (identity.turn_number, snapshot)
-        self._newest.move_to_end(key)
-        if len(self._newest) > REMEMBERED_TURNS:
-            self._newest.popitem(last=False)
 
     def note_rewarmed(self, request: Request, tokens: int) -> None:
         """A warm-up of the request's conversation computed `tokens`; its next turn reports them."""
         key = (request.tenant, self.identify(request).conversation_id)
         self._rewarmed[key] = self._rewarmed.get(key, 0) + tokens
         self._rewarmed.move_to_end(key)
-        if len(self._rewarmed) > REMEMBERED_TURNS:
+        if len(self._rewarmed) > REMEMBERED_CONVERSATIONS:
             self._rewarmed.popitem(last=False)
 
     def take_rewarmed(self, request: Request) -> int:

@@ -140,6 +140,8 @@ class Intake:
                 raise ValueError(f"boundaries may name user_start and history, got {kind!r}")
             if not 0 <= position < length:
                 raise ValueError(f"boundaries: {kind} must be between 0 and {length - 1}, got {position}")
+        if turn.answered is not None and not 0 <= turn.answered < length:
+            raise ValueError(f"answered must be between 0 and {length - 1}, got {turn.answered}")
         for position in turn.candidates:
             if not 0 <= position <= length:
                 raise ValueError(f"candidates must be between 0 and {length}, got {position}")

@@ -20,6 +20,8 @@ class Identity:
     branch_name: str
     turn_number: int
     parent_id: str | None = None
+    prompt_key: str = ""
+    """Names the turn's prompt within this process: a turn that asks the very same again shares it."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from functools import partial
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
 from engram_runtime.engine.admission import is_close_above
-from engram_runtime.engine.boundaries import Mark
+from engram_runtime.engine.lineage import Mark
 from engram_runtime.engine.request import Request, RestoreOutcome
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 

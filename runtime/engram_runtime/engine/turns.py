@@ -24,6 +24,9 @@ class TurnSpec:
     turn_number: int | None = None
     """None: the restored base's + 1, else 1."""
     boundaries: Mapping[str, int] = field(default_factory=dict)
+    answered: int | None = None
+    """A turn whose `history` ends here or before has its answer in the prompt. None: at "user_start"; not so where
+    something else than a user's message follows the last answer, as a tool's result does."""
     candidates: tuple[int, ...] = ()
     restore: bool = True
     save: bool = True

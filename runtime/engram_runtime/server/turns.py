@@ -118,6 +118,7 @@ async def prepare(
         spec,
         durable=state.saving.durable(principal.tenant, spec.conversation_id, spec.branch_name),
         boundaries=prompt.boundaries,
+        answered=_answered(chat, prompt),
         candidates=prompt.candidates,
         # Prompt log-probabilities exist only where the prompt is computed.
         restore=spec.restore and body.prompt_logprobs is None,
@@ -144,6 +145,20 @@ def turn_spec(loaded: Loaded, principal: Principal, wishes: Wishes, base: Base |
         tokenizer_digest=loaded.renderer.tokenizer_digest,
         template_digest=loaded.renderer.template_digest,
     )
+
+
+def _answered(chat: Chat, prompt: Prompt) -> int | None:
+    """`TurnSpec.answered`: None where the last user message follows the last answer.
+
+    Where a tool's result does, that user message began before the answer, and `user_start` with it. All that lies
+    before the end of what is asked now has been answered then.
+    """
+    roles = [message["role"] for message in chat.messages]
+    since = roles[::-1].index("user") if "user" in roles else len(roles)
+    history = prompt.boundaries.get("history")
+    if chat.continue_final or history is None or "assistant" not in roles[len(roles) - since :]:
+        return None
+    return history - 1
 
 
 async def _date(
@@ -215,6 +230,7 @@ async def _warm(
             branch_name=report.branch_name,
             turn_number=report.turn_number,
             boundaries={},
+            answered=None,
             candidates=(),
             restore_from=None,
             messages=record.dump(),

@@ -32,6 +32,7 @@ class Bench:
         self,
         *,
         blocks: int = 64,
+        block_size: int = 4,
         states: int = 0,
         window: int = 128,
         seqs: int = 4,
@@ -41,11 +42,14 @@ class Bench:
         eos: frozenset[int] = frozenset(),
         store: FakeSnapshots | None = None,
         executor: type[FakeExecutor] = FakeExecutor,
+        service: type[FakeSnapshots] = FakeSnapshots,
         **config: Any,
     ) -> None:
-        self.executor = executor(geometry(blocks=blocks, states=states, window=window), max_tokens=budget)
+        self.executor = executor(
+            geometry(blocks=blocks, block_size=block_size, states=states, window=window), max_tokens=budget
+        )
         self.clock = Clock()
-        self.snapshots = FakeSnapshots(self.executor) if snapshots or store is not None else None
+        self.snapshots = service(self.executor) if snapshots or store is not None else None
         if self.snapshots is not None and store is not None:
             self.snapshots.stored = store.stored
         self.engine = LLMEngine(

@@ -55,6 +55,39 @@ async def test_engine_is_told_everything(api):
     assert len(turn.tokenizer_digest) == len(turn.template_digest) == 64
 
 
+ASKED, SAID = user("Hello"), {"role": "assistant", "content": "Yes"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "told"),
+    [
+        ([ASKED], {}, False),
+        ([ASKED, SAID, user("More")], {}, False),
+        ([ASKED, CALLED, RESULT], {}, True),
+        ([ASKED, CALLED, RESULT, RESULT], {}, True),
+        ([ASKED, CALLED, RESULT, SAID, user("More")], {}, False),
+        ([ASKED, SAID], {}, True),
+        ([ASKED, SAID], {"continue_final_message": True, "add_generation_prompt": False}, False),
+        ([SAID], {}, True),
+    ],
+    ids=["first", "next", "tool", "two tools", "after a tool", "once more", "goes on", "no user"],
+)
+async def test_the_engine_is_told_where_no_user_follows_the_last_answer(api, messages, fields, told):
+    """What is asked now then begins behind that answer, and user_start lies before it."""
+    answer = await api.chat(messages=messages, conversation_id="c", **fields)
+    assert answer.status_code == 200, answer.text
+    _, _, turn = api.engine.requests[0]
+    assert turn.answered == (turn.boundaries["history"] - 1 if told else None)
+    await api.settle()
+    assert all(warmed.answered is None for _, warmed in api.engine.warmed)
+
+
 async def test_restore_from_equals_full_history(api):
     _, messages = await hold(api, "Hello there", "And then?", conversation_id="c")
     full = (await api.chat(messages=[*messages, user("Thanks")], auto_save=False)).json()
