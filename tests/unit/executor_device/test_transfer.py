@@ -218,9 +218,9 @@ def test_what_is_in_the_way_is_let_go() -> None:
     held = [arena.empty((4 * 4096,), torch.uint8) for _ in range(2)]
     asked: list[int] = []
 
-    def reclaim(nbytes: int) -> None:
+    def reclaim(nbytes: int) -> bool:
         asked.append(nbytes)
-        held.pop()
+        return bool(held) and held.pop() is not None
 
     arena.reclaim = reclaim
     found = arena.empty((3, 4096), torch.uint8)
@@ -231,7 +231,41 @@ def test_what_is_in_the_way_is_let_go() -> None:
     assert len(asked) == 1  # nothing that could be let go would do
 
 
-def test_copies_do_not_cross_what_was_registered_apart() -> None:
+def test_what_lies_apart_or_is_still_held_is_not_enough() -> None:
+    arena = make_arena(8 * 4096)
+    held = [arena.empty((2 * 4096,), torch.uint8) for _ in range(4)]
+    reader, order = held[2], [0, 2, 3, 1]
+    asked: list[int] = []
+
+    def reclaim(nbytes: int) -> bool:
+        asked.append(nbytes)
+        if order:
+            held[order.pop(0)] = torch.empty(0)
+        return len(asked) <= 4
+
+    arena.reclaim = reclaim
+    found = arena.empty((4 * 4096,), torch.uint8)
+    arena.seal(found, 1)
+    assert arena.is_sealed(found)
+    assert len(asked) == 4, "two of the first three lie apart, and one of them is being read"
+    assert reader.numel() == 2 * 4096
+    del found
+    assert arena.empty((7 * 4096,), torch.uint8).numel() == 7 * 4096
+    assert len(asked) == 5, "nothing was left to let go: ordinary memory, without asking again"
+
+
+def test_small_pieces_do_not_break_up_the_room_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALL_BYTES", 2 * 4096)
+    arena = make_arena(12 * 4096)
+    first, small, second, other = (arena.empty((pages * 4096,), torch.uint8) for pages in (4, 1, 4, 1))
+    places = [(t.data_ptr() - arena._address) // 4096 for t in (first, small, second, other)]
+    assert places == [0, 11, 4, 10]
+    del first, second
+    assert arena.empty((10 * 4096,), torch.uint8).data_ptr() == arena._address
+
+
+def test_copies_do_not_cross_what_was_registered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALL_BYTES", 0)  # in order
     arena = make_arena(8 * 4096, slab_bytes=4 * 4096)
     arena.empty((3 * 4096,), torch.uint8)
     kept = arena.empty((3 * 4096,), torch.uint8)

@@ -3,7 +3,8 @@
 Pinning memory costs 0.1 s a GB and cannot be done per snapshot; ordinary memory is copied at a fifth of the link. So
 the host tier's whole budget is reserved at start as huge pages, and slab by slab made known to the device by a thread
 while the weights load. A piece goes back when the last tensor that shares it is gone, whoever held it. What does not
-fit, or comes before its slab is ready, gets ordinary memory: slower, and right all the same.
+fit, or comes before its slab is ready, gets ordinary memory: slower, and right all the same. Small pieces are taken
+from the far end, so that what they leave behind does not break up the room of large ones.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ SLAB_BYTES = 1 << 30
 """Registered at a time: about 40 ms during which the driver serves nobody else."""
 ALIGNMENT = 4096
 """Of every piece: direct reads from disks go straight into it."""
+SMALL_BYTES = 4 << 20
+RECLAIM_TIMES = 4
+"""Times its size that may be let go of for one piece: what is let go may still be held by somebody, or lie apart."""
 
 Register = Callable[[int, int], None]
 """Makes (address, bytes) known to the device; OSError when it cannot."""
 
 
 class HostArena:
-    """Thread-safe. `reclaim(nbytes)`, once set, is asked to let go of other pieces when nothing is free.
+    """Thread-safe. `reclaim(nbytes)`, once set, is asked to let go of that much when there is no room for a piece; it
+    answers whether it let go of anything.
 
     `register` and `unregister` are the device's; tests hand in their own. verify False: digests are not kept.
     """
@@ -49,7 +54,7 @@ class HostArena:
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         self.capacity = nbytes // ALIGNMENT * ALIGNMENT
-        self.reclaim: Callable[[int], None] | None = None
+        self.reclaim: Callable[[int], bool] | None = None
         self._register, self._unregister = register or _cuda_register, unregister or _cuda_unregister
         self._verify, self._slab = verify, slab_bytes
         self._lock = threading.Lock()
@@ -86,8 +91,12 @@ class HostArena:
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self._take(nbytes) if nbytes else None
         if offset is None and nbytes and self.reclaim is not None and nbytes <= self._ready:
-            self.reclaim(nbytes)
-            offset = self._take(nbytes)
+            for _ in range(RECLAIM_TIMES):
+                if not self.reclaim(nbytes):
+                    break
+                offset = self._take(nbytes)
+                if offset is not None:
+                    break
         if offset is None:
             if nbytes and self._ready == self.capacity and not self._refused:
                 self._refused = True
@@ -171,17 +180,21 @@ class HostArena:
         return 0 <= tensor.data_ptr() - self._address < self.capacity
 
     def _take(self, nbytes: int) -> int | None:
-        """The offset of the first free span that is large enough."""
+        """The offset of the first free span that is large enough; for a small piece, of the end of the last one."""
         size = _rounded(nbytes)
+        small = nbytes < SMALL_BYTES
         with self._lock:
             self._collect()
-            for index, (offset, room) in enumerate(self._free):
-                if room >= size:
-                    if room == size:
-                        del self._free[index]
-                    else:
-                        self._free[index] = offset + size, room - size
-                    return offset
+            spans = range(len(self._free))
+            for index in reversed(spans) if small else spans:
+                offset, room = self._free[index]
+                if room < size:
+                    continue
+                if room == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset, room - size) if small else (offset + size, room - size)
+                return offset + room - size if small else offset
         return None
 
     def _collect(self) -> None:
