@@ -6,6 +6,7 @@ No HTTP and no tokenizer. Times are taken where a caller takes them: from a list
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -30,7 +31,7 @@ from engram_runtime.executor.memory import CacheRequest
 from engram_runtime.executor.transfer import state_layout
 from engram_runtime.models.base import CausalLM
 from engram_runtime.snapshots.types import SnapshotConfig
-from tests.bench.decode_judge import Judge
+from tests.bench.decode_judge import Judge, Verdict
 from tests.bench.gpu_timing import MATMUL_TFLOPS
 
 STEP_TOKENS = 8192
@@ -147,8 +148,11 @@ def rounded(values: Sequence[float], digits: int = 2) -> dict[str, float]:
 
 
 def judged(judge: Judge, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, float]:
-    """What a row says of its own soundness (see `decode_judge`); RuntimeError when the answers are not sound."""
-    verdict = judge.verdict(prompts, answers)
+    """What a row says of its own soundness (see `decode_judge`), from answers of one length. RuntimeError when they are
+    not sound."""
+    each = [judge.verdict([prompt], [answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    ours, torchs = ([getattr(verdict, whose) for verdict in each] for whose in ("ours", "torch"))
+    verdict = Verdict(*(math.sqrt(statistics.fmean(value * value for value in part)) for part in (ours, torchs)))
     if not verdict.is_sound:
         raise RuntimeError(f"greedy choices fall further behind those of fp32 than torch's own do: {verdict}")
     return {"behind_fp32": round(verdict.ours, 4), "torch_behind_fp32": round(verdict.torch, 4)}
