@@ -148,20 +148,23 @@ class World:
 
     def check(self, prompt: Prompt, number: int, parent: str | None) -> None:
         assert number == prompt.number
-        if prompt.before is None or prompt.before.prompt.left() == {None}:
-            # Nothing lies before it. Asked again it follows what the branch has, as it always did.
-            assert self.prompts or parent is None
+        again = any(one.history == prompt.history for one in self.prompts)
+        left = prompt.before.prompt.left() if prompt.before is not None else {None}
+        if again and None in left:
+            return  # nothing lies before it: asked again it follows what the branch has, as it always did
+        if prompt.before is None:
+            assert parent is None
             return
         before = prompt.before.prompt
-        if any(one.history == prompt.history for one in self.prompts):
-            assert parent in before.left()
+        if again:
+            assert parent in left
         elif any(one.is_known and one.after == prompt.history for one in before.answers):
             ends = [one for one in before.answers if self.is_shared(one, prompt.history)]
             assert parent in {snapshot for one in ends for snapshot in one.snapshots}
         elif self.asked == MAIN and not any(turn.branch != MAIN for turn in self.turns_of(before)):
             assert {parent} == before.newest()
         else:
-            assert parent in before.left()
+            assert parent in left
 
     def is_shared(self, answer: Answer, history: list[int]) -> bool:
         """All that was forwarded of its turn, or prepared after it, is what this history begins with."""
