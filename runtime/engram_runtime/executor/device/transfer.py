@@ -137,13 +137,12 @@ class DeviceTransfer(CacheTransfer):
         packed = self._host((len(self._caches.kv), 2, heads, count, dim), some.dtype)
         blocks, skipped = block_ids[first // PAGE : -(-(first + count) // PAGE)], first % PAGE
         lane, digest = self._out, self._sum_of[0]
-        table: Tensor | None = None
         with lane.lock:
+            with lane.on(lane.kernels):
+                table = self._table(blocks)
+                self._sums.zero_()
             for begin, part in self._groups(packed):
                 with lane.on(lane.kernels):
-                    if table is None:
-                        table = self._table(blocks)
-                        self._sums.zero_()
                     stage = lane.buffer(part.nbytes).view(part.dtype).view(part.shape)
                     self._rows.move(stage, table, begin, skipped, count, 0, to_packed=True)
                     self._add(stage, digest, begin)
@@ -151,8 +150,9 @@ class DeviceTransfer(CacheTransfer):
                 with lane.on(lane.copies):
                     gathered.hold_back()
                     self._copy(part, stage, to_host=True)
-                    self._found.copy_(self._sums, non_blocking=True)  # of all, once the last group is there
                     lane.release()
+            with lane.on(lane.kernels):
+                self._found.copy_(self._sums, non_blocking=True)
             lane.wait()
             found = self._found.tolist()
         self._seal(packed, found[0])
@@ -265,7 +265,7 @@ class DeviceTransfer(CacheTransfer):
         step = GROUP_BYTES // (count * dim * packed.element_size())
         if not step:
             raise ValueError(f"{count} tokens are too many: one head of them has {rows[0].nbytes} bytes")
-        parts = [rows] if step >= rows.shape[0] else rows.split_with_sizes(cuts(rows.shape[0], step))
+        parts = rows.split_with_sizes(cuts(rows.shape[0], step))
         yield from zip(range(0, rows.shape[0], step), parts, strict=True)
 
     def _copy(self, host: Tensor, device: Tensor, *, to_host: bool) -> None:
