@@ -1,0 +1,64 @@
+"""Compiles kernels for a card that is not here: `python -m tests.support.compile_kernels` prints a line for each.
+
+The interpreter lets pass what the compiler refuses, such as a name with two types in two branches. Not for a process
+that interprets kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engram_kernels.copy_blocks import kernel as copy_blocks
+from engram_kernels.copy_state import kernel as copy_state
+from engram_kernels.paged_attention import hopper
+from engram_runtime.executor.device import gather
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TABLES = {"last": "*i64", "ints": "*i64", "floats": "*fp32", "tables": "*i32"}
+KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int]], ...] = (
+    (
+        gather._change,
+        {"opens": "*i64", "updates": "*i64", **TABLES, **dict.fromkeys(("rows", "stride", "opened", "count"), "i32")},
+        {"WORDS": 10, "BLOCK": 1024},
+    ),
+    (
+        gather._gather,
+        {
+            **{"plan": "*i64", **TABLES, "ids": "*i64", "slots": "*i64", "seq_lens": "*i32", "sampled_at": "*i64"},
+            **{"has_state": "*u8", "block_tables": "*i32", "out_ints": "*i64", "out_floats": "*fp32", "rows": "i32"},
+        },
+        {"batch": 8, "stride": 300, "PAGE": 16, "BLOCK": 1024},
+    ),
+    (copy_blocks._copy, {"bases": "*i64", "src": "*i64", "dst": "*i64", "size": "i32"}, {"BLOCK": 2048}),
+    (
+        copy_state._copy,
+        {
+            **{"ssm": "*i64", "conv": "*i32", "src": "*i64", "dst": "*i64"},
+            **dict.fromkeys(("ssm_size", "conv_size", "ssm_parts"), "i32"),
+        },
+        {"BLOCK": 2048},
+    ),
+    (
+        hopper._list_blocks,
+        {"query_start": "*i32", "blocks": "*i32", "seq0": "i32", "num_seqs": "i32"},
+        {"SP": 4, "ROWS": 128},
+    ),
+)
+
+
+def main() -> None:
+    for function, types, constants in KERNELS:
+        names = function.arg_names
+        signature = {name: types.get(name, "constexpr") for name in names}
+        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
+        compiled = triton.compile(source, target=HOPPER)
+        print(function.__module__, function.__name__, len(compiled.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    main()
