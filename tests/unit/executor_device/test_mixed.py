@@ -130,7 +130,7 @@ def test_the_device_reads_what_the_host_would_have_told_it() -> None:
     assert torch.equal(meta.state_slots[places], expected.state_slots)
     assert torch.equal(meta.has_state[places], expected.has_state)
     assert torch.equal(meta.query_start.diff()[places], expected.query_start.diff())
-    assert [last[place].item() for place in laid_out.places] == laid_out.last
+    assert [last[place].item() for place in laid_out.places] == [starts[place + 1] - 1 for place in laid_out.places]
     assert feed.tolist() == [3, 1, 6, 6, 0, 6, 6, 6]
     assert inputs.floats[0, places].tolist() == [3 / 8, 1 / 8, 0.0, 4 / 8]
     assert inputs.sampled_at[places].tolist() == [21, 6, 35, 17]

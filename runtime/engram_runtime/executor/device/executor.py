@@ -173,34 +173,37 @@ class DeviceExecutor:
         step = self._graph_of(shape, way)  # first: recording uses the memory that the plan goes to
         words: np.ndarray | None = None
         mixed: MixedInputs | None = None
-        places, last = list(range(len(sequences))), _last_tokens(sequences)
+        places: Sequence[int] = range(len(sequences))
         if isinstance(shape, int):
             words, updates = decode_lines(sequences, self._rows, shape, self._tables, self._spare_slot)
         else:
             updates = [update for s in sequences for update in self._rows[s.row].block_updates(s)]
             if shape is not None:
                 laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot)
-                words, places, last = laid_out.words, laid_out.places, laid_out.last
+                words, places = laid_out.words, laid_out.places
         if words is not None:
             packer.add(words)  # a recorded step reads its plan from the front
         elif sequences:
             mixed = MixedInputs(sequences, packer)
-        changes = packer.add(opened), packer.add(np.concatenate(updates, axis=1) if updates else ())
+        changes: tuple[slice, slice] | None = None
+        if opened or updates:
+            changes = packer.add(opened), packer.add(np.concatenate(updates, axis=1) if updates else ())
         copies = self._memory.pack(plan, packer)
         sampling: StepSampling | None = None
         if sampled and (shape is None or way is Way.HIDDEN):
             positions = [s.start + s.num_tokens for _, s in sampled]
-            last = [last[index] for index, _ in sampled]
+            at = _last_tokens(sequences) if step is None else places
+            last = [at[index] for index, _ in sampled]
             sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
         self._send(packer, words)
-        if opened or updates:
+        if changes is not None:
             self._change(self._tables, *map(packer.take, changes))
         self._memory.move(plan, copies, packer)
         hidden: Tensor | None = None
         if step is not None:
             outputs = step()
             if way is Way.HIDDEN:
-                hidden = outputs[0]
+                hidden = outputs[0]  # of each sequence, at its place
             else:
                 output = SampleOutput(outputs[0], outputs[1], None, None)
                 pending.fetch(numbers, rows, output, [places[index] for index, _ in sampled])
@@ -210,7 +213,7 @@ class DeviceExecutor:
         self._memory.save(copies, packer)
         if sampling is not None and hidden is not None:
             pending.fetch(numbers, rows, self._sample(hidden, sampling, packer), range(len(rows)))
-        if hidden is not None:
+        if hidden is not None and step is None:
             pending.scores = self._scores(sequences, hidden)
         for row in rows:
             row.generated += 1
@@ -323,11 +326,15 @@ class DeviceExecutor:
         return decode if isinstance(shape, int) else mixed
 
     def _forward(self, inputs: DecodeInputs, last: Tensor | None, feed: Tensor, way: Way) -> tuple[Tensor, ...]:
-        """(tokens, log-probabilities), or the hidden states; last: which of those are sampled, None for all."""
+        """(tokens, log-probabilities), or the last hidden states; last: where those are of each sequence, None for all.
+
+        Not the hidden states of every token: what a recording returns stays allocated as long as it is kept.
+        """
         hidden = self._model(inputs.ids, inputs.meta, self._caches)
+        hidden = hidden if last is None else hidden[last]
         if way is Way.HIDDEN:
             return (hidden,)
-        logits = self._model.logits(hidden if last is None else hidden[last])
+        logits = self._model.logits(hidden)
         output = self._ops.sample(logits, recorded_sampling(way, inputs))
         self._tables.last.scatter_(0, feed, output.token_ids)
         return output.token_ids, output.logprobs
