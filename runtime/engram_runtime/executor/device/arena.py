@@ -90,13 +90,11 @@ class HostArena:
         """An uninitialised host tensor; from the arena if there is room."""
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self._take(nbytes) if nbytes else None
-        if offset is None and nbytes and self.reclaim is not None and nbytes <= self._ready:
+        if self.reclaim is not None and 0 < nbytes <= self._ready:
             for _ in range(RECLAIM_TIMES):
-                if not self.reclaim(nbytes):
+                if offset is not None or not self.reclaim(nbytes):
                     break
                 offset = self._take(nbytes)
-                if offset is not None:
-                    break
         if offset is None:
             if nbytes and self._ready == self.capacity and not self._refused:
                 self._refused = True

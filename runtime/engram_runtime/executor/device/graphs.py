@@ -94,10 +94,8 @@ class StepGraphs:
         """The smallest recorded size that holds this many sequences."""
         return self.sizes[bisect_left(self.sizes, sequences)]
 
-    def serves(self, shape: Shape, way: Way) -> bool:
+    def serves(self, shape: MixedShape, way: Way) -> bool:
         """Whether a step that is due now is to be taken from `get`; otherwise it is launched. Ask once a step."""
-        if isinstance(shape, int):
-            return True
         key = shape, way
         self._steps += 1
         if key in self._recorded:
