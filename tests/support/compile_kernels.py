@@ -17,6 +17,7 @@ from engram_kernels.copy_blocks import kernel as copy_blocks
 from engram_kernels.copy_state import kernel as copy_state
 from engram_kernels.paged_attention import hopper
 from engram_runtime.executor.device import gather
+from engram_runtime.executor.device.tables import OPEN_WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TABLES = {"last": "*i64", "ints": "*i64", "floats": "*fp32", "tables": "*i32"}
@@ -24,7 +25,7 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int]], ...] = (
     (
         gather._change,
         {"opens": "*i64", "updates": "*i64", **TABLES, **dict.fromkeys(("rows", "stride", "opened", "count"), "i32")},
-        {"WORDS": 10, "BLOCK": 1024},
+        {"WORDS": OPEN_WORDS, "BLOCK": gather.BLOCK},
     ),
     (
         gather._gather,
@@ -32,21 +33,21 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int]], ...] = (
             **{"plan": "*i64", **TABLES, "ids": "*i64", "slots": "*i64", "seq_lens": "*i32", "sampled_at": "*i64"},
             **{"has_state": "*u8", "block_tables": "*i32", "out_ints": "*i64", "out_floats": "*fp32", "rows": "i32"},
         },
-        {"batch": 8, "stride": 300, "PAGE": 16, "BLOCK": 1024},
+        {"batch": 8, "stride": 300, "PAGE": gather.PAGE_TOKENS, "BLOCK": gather.BLOCK},
     ),
-    (copy_blocks._copy, {"bases": "*i64", "src": "*i64", "dst": "*i64", "size": "i32"}, {"BLOCK": 2048}),
+    (copy_blocks._copy, {"bases": "*i64", "src": "*i64", "dst": "*i64", "size": "i32"}, {"BLOCK": copy_blocks.BLOCK}),
     (
         copy_state._copy,
         {
             **{"ssm": "*i64", "conv": "*i32", "src": "*i64", "dst": "*i64"},
             **dict.fromkeys(("ssm_size", "conv_size", "ssm_parts"), "i32"),
         },
-        {"BLOCK": 2048},
+        {"BLOCK": copy_state.BLOCK},
     ),
     (
         hopper._list_blocks,
         {"query_start": "*i32", "blocks": "*i32", "seq0": "i32", "num_seqs": "i32"},
-        {"SP": 4, "ROWS": 128},
+        {"SP": 4, "ROWS": hopper.BM},
     ),
 )
 
