@@ -68,12 +68,10 @@ What limits these parts, and what was not run:
 
 NOTES = """\
 - Prompts: only Qwen3-0.6B was run. Steps with prompts are recorded as graphs now, of small models up to a full step of
-  8,192 tokens: 128 requests at once gave 25,800 and 26,500 tokens/s in two runs, 23,700 with such steps launched kernel
-  by kernel and the other changes since the older figure of 18,800.
-- Chats with Llama were not run. Granite alone is at its bar (9.99 against 10 ms, 10.0 in the run before). Chats go on
-  at once when the last one of the 16 has ended, while the turns before are still being saved: that used to keep the
-  engine's thread from its work (16 chats of Qwen3-8B: 61 ms to the first token in the same run in which one had 8.2).
-  The machine lacks BLAKE3, so states are hashed with SHA-256 there, by more threads than a product image needs.
+  8,192 tokens.
+- Chats with Llama were not run. Granite alone is at its bar (9.99 against 10 ms), within what runs differ by. Chats go
+  on at once when the last one of the 16 has ended, while the turns before are still being saved. The machine lacks
+  BLAKE3, so states are hashed with SHA-256 there, by more threads than a product image needs.
 - Of the Qwen3-0.6B chats' saves 66 were dropped because 64 were waiting: 16 chats that end at once every 150 ms. Such a
   turn is computed from the one before when it is restored; nothing was dropped with the larger models.
 - Restores and saves were not measured since a lookup is remembered from a request's arrival to its admission, and
