@@ -9,18 +9,7 @@ from engram_runtime.cache.prefix_index import Match
 from engram_runtime.engine.sequence import Sequence
 from engram_runtime.engine.step import Draft
 from engram_runtime.executor.plan import Copy, Swap
-
-FEW_TOKENS, FEW_TIMES = 32, 16
-"""So many tokens are little beside a prefix of this many times as many."""
-
-
-def is_close_above(position: int, held: int) -> bool:
-    """Whether `position` lies so little above the `held` tokens that neither a step nor a look elsewhere pays for it.
-
-    The end of a turn lies a token or two below the place where the next message begins.
-    """
-    more = position - held
-    return more <= 0 or (more <= FEW_TOKENS and more * FEW_TIMES <= held)
+from engram_runtime.snapshots.policy.cost import is_close_above
 
 
 class Admission:

@@ -16,9 +16,9 @@ from functools import partial
 
 from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
-from engram_runtime.engine.admission import is_close_above
 from engram_runtime.engine.lineage import Mark
 from engram_runtime.engine.request import Request, RestoreOutcome
+from engram_runtime.snapshots.policy.cost import is_close_above
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 
 WORKERS = 4
@@ -131,13 +131,14 @@ class Restorer:
         start = len(job.match.whole) * self._cache.block_size
         try:
             try:
+                # The state first: its copy needs no preparation, and is long enough to hide that of the KV's.
+                if job.taken is not None and job.taken.state_slot is not None:
+                    self._transfer.write_state(job.taken.state_slot, fetched.state or {})
                 for first, packed in fetched.kv:
                     skip = max(0, start - first)
                     count = min(packed.shape[3], fetched.position - first)
                     if skip < count:
                         self._transfer.write_kv(job.block_ids, first + skip, packed[:, :, :, skip:count])
-                if job.taken is not None and job.taken.state_slot is not None:
-                    self._transfer.write_state(job.taken.state_slot, fetched.state or {})
             finally:
                 self._transfer.settle()  # also after trouble: the blocks go back, and nothing may still write there
             self._post(job, None)

@@ -124,7 +124,8 @@ class Restorer:
             if fetched is not None:
                 return fetched
         self._from_memory(search)
-        if self._worth_asking(search):
+        asks = self._worth_asking(search)
+        if asks:
             self._from_heads(search)
         if self._worth_asking(search):
             self._from_anchors(search)
@@ -132,6 +133,8 @@ class Restorer:
         if fetched is None and search.useless:
             # An older boundary, which was not looked for while there seemed to be a better one.
             search.found.clear()
+            if not asks:
+                self._from_heads(search)
             self._from_anchors(search)
             fetched = self._fetch_best(search)
         if fetched is not None:
@@ -254,7 +257,10 @@ class Restorer:
 
     def _worth_asking(self, search: _Search) -> bool:
         """Can a tier that must be asked still give more than the asking costs?"""
+        candidates = search.query.candidates
         if search.best >= search.limit or not self._shared.tiers:
+            return False
+        if candidates and cost.is_close_above(max(candidates), search.best):
             return False
         rate = search.query.prefill_tokens_per_second
         if not rate:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engram_runtime.engine.admission import is_close_above
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnReport, TurnSpec
+from engram_runtime.snapshots.policy.cost import is_close_above
 from tests.unit.engine.conftest import Bench
 from tests.unit.engine.fakes import oracle
 

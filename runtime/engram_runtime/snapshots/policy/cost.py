@@ -15,6 +15,8 @@ OUTLIER = 4.0  # a read counts as at most this many times slower than expected
 RELAXATION = 1.1
 # Seconds and bytes per second before anything was measured. Optimistic: a tier that is never asked is never measured.
 DEFAULTS = {"host": (0.0001, 1e10), "disk": (0.0005, 2e9), "store": (0.002, 2e9)}
+FEW_TOKENS, FEW_TIMES = 32, 16
+"""So many tokens are little beside a prefix of this many times as many."""
 
 
 class Speed:
@@ -58,3 +60,12 @@ def refusal(restore_seconds: float, tokens: int, tokens_per_second: float | None
     if restore_seconds <= prefill:
         return None
     return f"restoring {tokens} tokens would take {restore_seconds * 1e3:.1f} ms, prefill {prefill * 1e3:.1f} ms"
+
+
+def is_close_above(position: int, held: int) -> bool:
+    """Whether `position` lies so little above the `held` tokens that neither a step nor a look elsewhere pays for it.
+
+    The end of a turn lies a token or two below the place where the next message begins.
+    """
+    more = position - held
+    return more <= 0 or (more <= FEW_TOKENS and more * FEW_TIMES <= held)
