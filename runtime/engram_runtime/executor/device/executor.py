@@ -1,8 +1,9 @@
 """Runs plans on a GPU without waiting for it: `submit` only queues work, `collect` waits for a step's results.
 
-What a step needs is on the device already (row tables, caches) or travels in one small copy. A step of decodes, or with
-few enough tokens of prompts, replays a recorded graph; others are launched kernel by kernel over the same tables.
-Sampled tokens go back into the row tables, so the next step can be queued before the host has seen them.
+What a step needs is on the device already (row tables, caches) or travels in one small copy; a decode fetches its plan
+itself (see `Ring`). A step of decodes, or with few enough tokens of prompts, replays a recorded graph; others are
+launched kernel by kernel over the same tables. Sampled tokens go back into the row tables, so the next step can be
+queued before the host has seen them.
 
 The same code runs on a CPU, where everything happens in `submit`: that is how its logic is tested without a GPU.
 """
@@ -39,6 +40,7 @@ from engram_runtime.executor.device.mixed import (
     mixed_plan,
 )
 from engram_runtime.executor.device.pending import Pending, Scores
+from engram_runtime.executor.device.ring import Ring
 from engram_runtime.executor.device.sampling import StepSampling, Way, recorded_sampling, way_of
 from engram_runtime.executor.device.staging import Done, Packer, to_host
 from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, open_words
@@ -87,6 +89,7 @@ class DeviceExecutor:
             self._caches = allocate_caches(model.spec, roomy, device)
             width = -(-geometry.max_model_len // PAGE) + 1
             self._tables = RowTables(max_num_seqs, width, geometry.num_blocks, device)
+            self._ring = Ring(DECODE_LINES * max_num_seqs, max_num_seqs, device)
             words = max(DECODE_LINES * max_num_seqs, self._shapes.words)
             self._plan = torch.zeros(words + CHANGE_WORDS, dtype=torch.int64, device=device)
             self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -174,8 +177,10 @@ class DeviceExecutor:
         words: np.ndarray | None = None
         mixed: MixedInputs | None = None
         places: Sequence[int] = range(len(sequences))
+        told: tuple[Tensor, Tensor] | None = None
         if isinstance(shape, int):
-            words, updates = decode_lines(sequences, self._rows, shape, self._tables, self._spare_slot)
+            lines, updates = decode_lines(sequences, self._rows, shape, self._tables, self._spare_slot)
+            told = self._ring.write(lines)
         else:
             updates = [update for s in sequences for update in self._rows[s.row].block_updates(s)]
             if shape is not None:
@@ -204,6 +209,8 @@ class DeviceExecutor:
             outputs = step()
             if way is Way.HIDDEN:
                 hidden = outputs[0]  # of each sequence, at its place
+            elif told is not None:
+                pending.expect(numbers, rows, *told, places)
             else:
                 output = SampleOutput(outputs[0], outputs[1], None, None)
                 pending.fetch(numbers, rows, output, [places[index] for index, _ in sampled])
@@ -288,12 +295,11 @@ class DeviceExecutor:
         return None if shape is None or self._graphs is None else self._graphs.get(shape, way)
 
     def _rest(self, shape: Shape) -> None:
-        """Point a step at nothing but spare rows."""
+        """Point a step, which runs next, at nothing but spare rows."""
         if isinstance(shape, int):
-            words = decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0]
+            self._ring.write(decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0])
         else:
-            words = mixed_plan(shape, (), self._tables, self._spare_slot).words
-        self._send_plan(words)
+            self._send_plan(mixed_plan(shape, (), self._tables, self._spare_slot).words)
 
     def _send(self, packer: Packer, words: np.ndarray | None) -> None:
         """What was packed to the device: with a recorded step's plan, where that step reads it, in one copy if there
@@ -315,17 +321,25 @@ class DeviceExecutor:
 
         def decode() -> tuple[Tensor, ...]:
             assert isinstance(shape, int)
-            plan = self._plan[: DECODE_LINES * shape].view(DECODE_LINES, shape)
-            inputs = decode_inputs(self._gather, plan, self._tables, self._starts[: shape + 1], window)
-            return self._forward(inputs, None, inputs.rows, way)
+            plan = self._plan[: DECODE_LINES * shape]
+            self._ring.fetch(plan)
+            lines = plan.view(DECODE_LINES, shape)
+            inputs = decode_inputs(self._gather, lines, self._tables, self._starts[: shape + 1], window)
+            outputs = self._forward(inputs, None, way)
+            self._ring.publish(outputs if len(outputs) == 2 else None, self._tables.last, inputs.rows)
+            return outputs
 
         def mixed() -> tuple[Tensor, ...]:
             assert isinstance(shape, MixedShape)
-            return self._forward(*mixed_inputs(shape, self._plan, self._tables, window), way)
+            inputs, last, feed = mixed_inputs(shape, self._plan, self._tables, window)
+            outputs = self._forward(inputs, last, way)
+            if len(outputs) == 2:
+                self._tables.last.scatter_(0, feed, outputs[0])
+            return outputs
 
         return decode if isinstance(shape, int) else mixed
 
-    def _forward(self, inputs: DecodeInputs, last: Tensor | None, feed: Tensor, way: Way) -> tuple[Tensor, ...]:
+    def _forward(self, inputs: DecodeInputs, last: Tensor | None, way: Way) -> tuple[Tensor, Tensor] | tuple[Tensor]:
         """(tokens, log-probabilities), or the last hidden states; last: where those are of each sequence, None for all.
 
         Not the hidden states of every token: what a recording returns stays allocated as long as it is kept.
@@ -336,7 +350,6 @@ class DeviceExecutor:
             return (hidden,)
         logits = self._model.logits(hidden)
         output = self._ops.sample(logits, recorded_sampling(way, inputs))
-        self._tables.last.scatter_(0, feed, output.token_ids)
         return output.token_ids, output.logprobs
 
 

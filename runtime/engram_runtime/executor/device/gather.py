@@ -1,7 +1,8 @@
-"""The row tables' two kernels: what a step changes in them, and the inputs of a decode step, each in one launch.
+"""The kernels around a decode step, each in one launch: what it changes in the row tables, its plan from the host, its
+inputs, and its tokens to the host.
 
-The second is the first kernel of a decode graph. It must not let its successor start early (no dependent launch): every
-later kernel may read what it writes, the step's metadata, before it waits for its own predecessor.
+None of those before the model may let its successor start early (no dependent launch): every later kernel may read what
+they write, the step's metadata, before it waits for its own predecessor.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engram_kernels.metadata import PAGE as PAGE_TOKENS
+from engram_runtime.executor.device.ring import SLOTS as RING_SLOTS
 from engram_runtime.executor.device.tables import OPEN_WORDS, RowTables
 
 BLOCK = 1024
@@ -101,4 +103,49 @@ def change(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
     _change[(opened + -(-count // BLOCK),)](
         opens, updates, tables.last, tables.ints, tables.floats, tables.blocks, tables.ints.shape[1],
         tables.blocks.stride(0), opened, count, OPEN_WORDS, BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["words", "count"])
+def _fetch(plans, tick, plan, words, count, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program i: BLOCK words of the plan, in whole lines: each read of host memory takes the link a microsecond."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(tick) % SLOTS
+    tl.store(plan + i, tl.load(plans + slot * words + i, mask=i < count, other=0), mask=i < count)
+
+
+def fetch(plans: Tensor, tick: Tensor, plan: Tensor) -> None:
+    """As `ring.fetch_reference`; plans in pinned host memory."""
+    count = plan.numel()
+    _fetch[(-(-count // BLOCK),)](plans, tick, plan, plans.shape[1], count, RING_SLOTS, BLOCK, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _publish(
+    tokens, logprobs, host_tokens, host_logprobs, last, feed, tick, rows, count,
+    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, so that nobody reads the count when it changes."""
+    now = tl.load(tick)
+    if CHOSEN:
+        at = now % SLOTS * rows
+        for first in range(0, count, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            token = tl.load(tokens + i, mask=i < count, other=0)
+            tl.store(host_tokens + at + i, token, mask=i < count)
+            tl.store(host_logprobs + at + i, tl.load(logprobs + i, mask=i < count, other=0.0), mask=i < count)
+            tl.store(last + tl.load(feed + i, mask=i < count, other=0), token, mask=i < count)
+    tl.debug_barrier()
+    tl.store(tick, now + 1)
+
+
+def publish(
+    chosen: tuple[Tensor, Tensor] | None, found: tuple[Tensor, Tensor], last: Tensor, feed: Tensor, tick: Tensor
+) -> None:
+    """As `ring.publish_reference`; found in pinned host memory."""
+    tokens, logprobs = found if chosen is None else chosen
+    count = feed.numel()
+    _publish[(1,)](
+        tokens, logprobs, *found, last, feed, tick, found[0].shape[1], count,
+        chosen is not None, RING_SLOTS, 256, num_warps=4,
     )  # fmt: skip

@@ -56,13 +56,25 @@ class Pending:
         self, numbers: Sequence[int], rows: Sequence[HostRow], output: SampleOutput, places: Sequence[int]
     ) -> None:
         """Start the copies of what these rows want to know; places: where each one is in the output."""
-        self.rows, self.places = list(numbers), places
-        self.asked = [row.sampling.logprobs for row in rows]
-        self.tokens = to_host(output.token_ids)
-        if any(asked is not None for asked in self.asked):
-            self.logprobs = to_host(output.logprobs)
+        asks = any(row.sampling.logprobs is not None for row in rows)
+        self.expect(numbers, rows, to_host(output.token_ids), to_host(output.logprobs) if asks else None, places)
         if output.top_ids is not None and output.top_logprobs is not None:
             self.top_ids, self.top_logprobs = to_host(output.top_ids), to_host(output.top_logprobs)
+
+    def expect(
+        self,
+        numbers: Sequence[int],
+        rows: Sequence[HostRow],
+        tokens: Tensor,
+        logprobs: Tensor | None,
+        places: Sequence[int],
+    ) -> None:
+        """The same where the device itself fills host memory: token ids [R] int64, log-probabilities [R] fp32."""
+        self.rows, self.places = list(numbers), places
+        self.asked = [row.sampling.logprobs for row in rows]
+        self.tokens = tokens
+        if any(asked is not None for asked in self.asked):
+            self.logprobs = logprobs
 
     def result(self) -> StepResult:
         """Wait for the copies; the step as plain data."""

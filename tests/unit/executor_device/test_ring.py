@@ -1,0 +1,80 @@
+"""Plans and tokens in host memory: every step finds its own, however far the host is ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engram_runtime.executor.device import gather
+from engram_runtime.executor.device.ring import SLOTS, Ring, fetch_reference, publish_reference
+
+CPU = torch.device("cpu")
+
+
+def with_kernels(ring: Ring) -> Ring:
+    ring._fetch, ring._publish = gather.fetch, gather.publish  # in the interpreter
+    return ring
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_each_step_gets_what_was_written_for_it(kernels: bool, ahead: int) -> None:
+    ring = Ring(words=40, rows=6, device=CPU)
+    if kernels:
+        with_kernels(ring)
+    last = torch.zeros(9, dtype=torch.int64)
+    told: list[tuple[Tensor, Tensor]] = []
+    for number in range(3 * SLOTS + 2):
+        while len(told) < number + ahead:
+            told.append(ring.write(np.full((2, 5), 100 + len(told))))
+        plan = torch.full((10,), -1, dtype=torch.int64)
+        ring.fetch(plan)
+        assert plan.tolist() == [100 + number] * 10
+        tokens = torch.tensor([number, number + 1, number + 2])
+        ring.publish((tokens, tokens / 8), last, torch.tensor([2, 0, 7]))
+        ids, logprobs = told[number]
+        assert ids[:3].tolist() == tokens.tolist()
+        assert logprobs[:3].tolist() == (tokens / 8).tolist()
+        assert last[[2, 0, 7]].tolist() == tokens.tolist()
+
+
+def test_a_step_that_chooses_nothing_counts_too() -> None:
+    ring = with_kernels(Ring(words=4, rows=2, device=CPU))
+    last = torch.full((3,), 5)
+    for value in (7, 8):
+        ring.write(np.array([value]))
+    ring.publish(None, last, torch.tensor([0, 1]))
+    plan = torch.zeros(1, dtype=torch.int64)
+    ring.fetch(plan)
+    assert plan.item() == 8
+    assert last.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("count", [1, 1024, 1025, 2500])
+def test_the_fetching_kernel_equals_its_reference(count: int) -> None:
+    plans = torch.arange(SLOTS * 3000).view(SLOTS, 3000)
+    for tick in (0, SLOTS - 1, 5 * SLOTS + 3):
+        found, expected = torch.full((2, count + 1), -1)
+        for plan, function in ((found, gather.fetch), (expected, fetch_reference)):
+            function(plans, torch.tensor([tick]), plan[:-1])
+        assert torch.equal(found, expected)
+        assert found[-1] == -1
+
+
+@pytest.mark.parametrize("count", [1, 256, 300])
+def test_the_publishing_kernel_equals_its_reference(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    tokens = torch.randint(0, 1 << 40, (count,), generator=generator)
+    chosen = tokens, torch.rand(count, generator=generator)
+    feed = torch.randperm(400, generator=generator)[:count]
+    results = []
+    for function in (gather.publish, publish_reference):
+        found = torch.zeros(SLOTS, 320, dtype=torch.int64), torch.zeros(SLOTS, 320)
+        last, tick = torch.zeros(400, dtype=torch.int64), torch.tensor([SLOTS + 2])
+        function(chosen, found, last, feed, tick)
+        results.append((*found, last, tick))
+    for name, a, b in zip(("tokens", "logprobs", "last", "tick"), *results, strict=True):
+        assert torch.equal(a, b), name
+    assert results[0][3].item() == SLOTS + 3
