@@ -19,6 +19,7 @@ from engram_kernels.metadata import PAGE, StepMetadata
 from engram_runtime.executor.device.inputs import DecodeInputs
 from engram_runtime.executor.device.tables import RowTables
 from engram_runtime.executor.plan import SequencePlan
+from engram_runtime.layers.moe import SparseExperts
 from engram_runtime.models.base import CausalLM
 
 DECODES = (8, 64)
@@ -33,6 +34,8 @@ FREE_TOKENS, MAX_WASTE = 512, 1.25
 above that, to so many times its tokens."""
 LAUNCH_SECONDS = 0.6e-3
 """What launching a layer kernel by kernel takes the host: steps of Qwen3-0.6B took 16 to 23 ms beside an H200."""
+EXTRA_SECONDS = 0.3e-3
+"""And what recurrent states, and experts, add to it: steps of Granite-4.0-H-tiny took 47 to 72 ms."""
 FLOPS = 600e12
 """Of long products on a Hopper card; on a slower one a little too little is recorded."""
 
@@ -101,7 +104,8 @@ def _totals(most: int) -> Iterator[int]:
 
 def worth_recording(model: CausalLM) -> int:
     """Tokens of a step below which launching its kernels takes longer than running them."""
-    launching = LAUNCH_SECONDS * model.spec.num_layers
+    extras = model.spec.layer_types.count("mamba") + sum(isinstance(m, SparseExperts) for m in model.layers.modules())
+    launching = LAUNCH_SECONDS * model.spec.num_layers + EXTRA_SECONDS * extras
     return int(launching * FLOPS / (2 * model.weights_per_token())) // 64 * 64
 
 
