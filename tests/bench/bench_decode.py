@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from engram_kernels import Ops
+from engram_runtime.engine import process
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ def engine_over(model: CausalLM, seqs: int) -> tuple[LLMEngine, DeviceExecutor, 
         record=True,
     )
     seconds = time.perf_counter() - started
+    process.settle()  # as `engram serve` does
     config = EngineConfig("random", max_num_seqs=seqs, max_num_batched_tokens=8192, seed=0, progress=False)
     engine = LLMEngine(config, executor, vocab_size=model.spec.vocab_size, transfer=executor.transfer)
     return engine, executor, seconds

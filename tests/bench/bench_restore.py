@@ -37,6 +37,7 @@ from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnSpec
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.models.base import CausalLM
+from engram_runtime.snapshots.io import digest
 from engram_runtime.snapshots.policy.ids import new_id
 from engram_runtime.snapshots.types import Capture, SaveResult, SnapshotConfig
 from tests.bench import bench_step
@@ -325,6 +326,7 @@ def saving(engine: LLMEngine, model: CausalLM, name: str) -> list[dict[str, Any]
     row = {
         "model": name, "batch": BATCH, "turn_tokens": DELTA,
         "bytes": DELTA * model.spec.kv_bytes_per_token() + model.spec.state_bytes(),
+        "checksum": "BLAKE3" if digest.HAVE_BLAKE3 else "SHA-256",
         "step_ms": round(base, 3), "stall_ms": round(statistics.median(pairs), 3),
         "worst_stall_ms": round(max(pairs), 3), "bar_stall_ms": 0.3, "met_stall": statistics.median(pairs) <= 0.3,
         "loss_percent": round(loss, 2), "steps_between_saves": 60 // BATCH, "bar_loss_percent": 2.0,

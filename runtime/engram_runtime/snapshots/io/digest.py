@@ -23,9 +23,9 @@ from engram_runtime.errors import SnapshotError
 try:
     import blake3
 except ImportError:
-    _HAVE_BLAKE3 = False
+    HAVE_BLAKE3 = False
 else:
-    _HAVE_BLAKE3 = True
+    HAVE_BLAKE3 = True
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _sha256_tree(data: memoryview) -> str:
 
 
 _ALGORITHMS: dict[str, Callable[[memoryview], str]] = {"sha256": _sha256, "sha256-1m": _sha256_tree}
-if _HAVE_BLAKE3:
+if HAVE_BLAKE3:
     _ALGORITHMS["blake3"] = _blake3
 
 
