@@ -16,12 +16,21 @@ from triton.compiler import ASTSource
 from engram_kernels.copy_blocks import kernel as copy_blocks
 from engram_kernels.copy_state import kernel as copy_state
 from engram_kernels.paged_attention import hopper
+from engram_kernels.state_update import kernel as state_update
 from engram_runtime.executor.device import gather
 from engram_runtime.executor.device.tables import OPEN_WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
+BF16, FP32 = "*bf16", "*fp32"
+UPDATE = {
+    **dict.fromkeys(("x", "dt", "B", "C", "y"), BF16),
+    **dict.fromkeys(("A", "skip", "dt_bias"), FP32),
+    **{"slots": "*i64", "targets": "*i64", "has_state": "*i1", "low": "fp32", "high": "fp32"},
+    **dict.fromkeys(("x_stride", "dt_stride", "b_stride", "c_stride", "state_stride"), "i32"),
+}
+SHAPE = {"H": 48, "P": 64, "N": 128, "NP": 128, "PER_GROUP": 48, "USE_PDL": True}
 TABLES = {"last": "*i64", "ints": "*i64", "floats": "*fp32", "tables": "*i32"}
-KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int]], ...] = (
+KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
     (
         gather._change,
         {"opens": "*i64", "updates": "*i64", **TABLES, **dict.fromkeys(("rows", "stride", "opened", "count"), "i32")},
@@ -49,6 +58,8 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int]], ...] = (
         {"query_start": "*i32", "blocks": "*i32", "seq0": "i32", "num_seqs": "i32"},
         {"SP": 4, "ROWS": hopper.BM},
     ),
+    (state_update._update, {**UPDATE, "state": FP32}, {**SHAPE, "BP": 16, "seq_lens": None}),
+    (state_update._update, {**UPDATE, "state": BF16, "seq_lens": "*i32"}, {**SHAPE, "BP": 64}),
 )
 
 

@@ -16,6 +16,7 @@ from engram_kernels.metadata import PAGE, StepMetadata
 
 Sequences = list[tuple[int, int]]
 """(new tokens, total length) of each sequence, decodes first."""
+Limits = tuple[float, float]
 
 
 def make_step(
@@ -120,3 +121,22 @@ def poisoned_outputs() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def exact_update(
+    sequences: int, shape: tuple[int, int, int, int], *, device: str = "cpu"
+) -> tuple[list[Tensor], Limits]:
+    """Arguments x, dt, A, B, C, D, dt_bias and dt_limit of a state update in which only the last sum rounds.
+
+    shape: heads, channels, groups, state size. Nothing is forgotten, and x, B and the step have so few bits that their
+    product is exact: however a kernel multiplies and adds, the new state has the same fp32 bits as the reference's.
+    """
+    heads, channels, groups, size = shape
+    x, b, c = (
+        torch.randn(sequences, *inner, device=device).bfloat16().float()
+        for inner in ((heads, channels), (groups, size), (groups, size))
+    )
+    dt = torch.randn(sequences, heads, device=device)
+    forget = torch.zeros(heads, device=device)
+    skip, bias = (torch.randn(heads, device=device) for _ in range(2))
+    return [x / 64, dt, forget, b, c, skip, bias], (0.5, 0.5)

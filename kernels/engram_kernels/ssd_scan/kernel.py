@@ -108,7 +108,7 @@ def ssd_scan(
     chunk_size: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """As the reference; the first dimension of x, dt, B, C may be strided.
+    """As the reference, which also says how a bf16 state is rounded; the first dimension of x, dt, B, C may be strided.
 
     chunk_size is the model's; results do not depend on it beyond rounding, and tiles of the tuning table are used here.
     """

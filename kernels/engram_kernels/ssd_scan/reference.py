@@ -30,7 +30,9 @@ def ssd_scan(
 
     x [T, H, P]; dt [T, H], before bias, softplus and clamping to dt_limit; A, D, dt_bias [H] with A < 0; B and C
     [T, G, N], a group serving H / G consecutive heads. ssm_state [slots, H, P, N] (a view of one layer is fine) is read
-    where `has_state` is set, taken as zeros where it is not, and written in place at `state_slots`.
+    where `has_state` is set, taken as zeros where it is not, and written in place at `state_slots`. It is fp32 within a
+    chunk; a bf16 one is rounded to nearest where the chunk ends. That is enough: it happens once a chunk, whose tokens
+    have been summed in fp32 by then, and not once a token as in `state_update`, which has to round by chance.
     """
     step = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     carried = torch.where(meta.has_state[:, None, None, None], ssm_state[meta.state_slots], 0.0).float()

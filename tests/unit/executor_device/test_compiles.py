@@ -25,5 +25,13 @@ def test_kernels_around_a_step_compile_for_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = [line.split() for line in done.stdout.splitlines()]
-    assert [name for _, name, _ in compiled] == ["_change", "_gather", "_copy", "_copy", "_list_blocks"]
+    assert [name for _, name, _ in compiled] == [
+        "_change",
+        "_gather",
+        "_copy",
+        "_copy",
+        "_list_blocks",
+        "_update",
+        "_update",
+    ]
     assert all(int(size) > 1000 for *_, size in compiled)

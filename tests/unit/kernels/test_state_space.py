@@ -15,6 +15,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 )
 
 from engram_kernels import Ops
+from engram_kernels.state_update.rounding import stored
 from tests.unit.kernels.steps import make_step, relative_rms, replay
 
 OPS = Ops.bind("cpu", torch.float32)
@@ -204,7 +205,21 @@ def test_a_half_precision_state_is_rounded_once_per_step(ops):
     meta = make_step([1], [5])
     args = (x, dt, layer.A, B, C, layer.D, layer.dt_bias)
     assert torch.equal(ops.state_update(*args, exact, meta), ops.state_update(*args, rounded, meta))
-    assert torch.equal(exact.bfloat16(), rounded)
+    assert torch.equal(stored(exact, meta.seq_lens, torch.bfloat16), rounded)
+
+
+def test_a_half_precision_state_is_rounded_to_nearest_once_per_chunk(ops):
+    """Two sequences, one that begins and one that goes on, whose chunks are several of the scan's."""
+    layer = Layer.random(2)
+    x, dt, B, C = random_inputs(50, 2, 3, 1, 4)
+    pool = torch.full((4, 2, 3, 4), NAN).bfloat16()
+    pool[2] = torch.randn(2, 3, 4)
+    exact, rounded = pool.float(), pool.clone()
+    meta = make_step([20, 30], [20, 77], state_slots=[1, 2])
+    args = (x, dt, layer.A, B, C, layer.D, layer.dt_bias)
+    assert torch.equal(ops.ssd_scan(*args, exact, meta, 8), ops.ssd_scan(*args, rounded, meta, 8))
+    assert torch.equal(exact[1:3].bfloat16(), rounded[1:3])
+    assert bool(rounded[[0, 3]].isnan().all())
 
 
 def test_empty_steps_change_nothing(ops):
