@@ -66,13 +66,13 @@ def scan_by_tensors(
     return _padded(y, x.shape[0])
 
 
-def load_tiny(path: Path) -> tuple[CausalLM, Ops]:
+def load_tiny(path: Path, *, state_dtype: str = "float32") -> tuple[CausalLM, Ops]:
     """A tiny checkpoint on the CPU in fp32 with ops that take lengths from the device alone."""
     registry = Registry.default().with_op("paged_attention", "by_tensors", attention_by_tensors)
     registry = registry.with_op("causal_conv1d", "by_tensors", conv_by_tensors)
     registry = registry.with_op("ssd_scan", "by_tensors", scan_by_tensors)
     ops = Ops.bind("cpu", torch.float32, registry=registry)
-    return load_model(path, ops=ops), ops
+    return load_model(path, ops=ops, state_dtype=state_dtype), ops
 
 
 def make_executor(

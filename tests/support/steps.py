@@ -39,7 +39,8 @@ class Stepper:
         )
         if spec.state is not None:
             state = spec.state
-            self.caches.ssm = 100 * torch.randn(slots, state.num_layers, *state.ssm_shape, generator=generator)
+            ssm = 100 * torch.randn(slots, state.num_layers, *state.ssm_shape, generator=generator)
+            self.caches.ssm = ssm.to(getattr(torch, state.ssm_dtype))
             conv = 100 * torch.randn(slots, state.num_layers, *state.conv_shape, generator=generator)
             self.caches.conv = conv.to(dtype)
         self._free_blocks = list(range(1, num_blocks))

@@ -12,6 +12,7 @@ from engram_runtime.cli.quantities import override, seconds, size
 from engram_runtime.cli.s3 import add_s3_flags
 from engram_runtime.engine.config import DEVICES, DTYPES
 from engram_runtime.loader.prefetch import prefetch
+from engram_runtime.models.spec import STATE_DTYPES
 
 
 def register(commands: Any) -> None:
@@ -42,6 +43,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default="auto",
         help="of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU (default: auto)",
+    )
+    group.add_argument(
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        default="float32",
+        help="of the recurrent state of hybrid models; bfloat16: half the bytes to move and to store, but states are "
+        "rounded (default: float32)",
     )
     group.add_argument("--device", choices=DEVICES, default="auto", help="default: auto, a GPU when there is one")
     group.add_argument(

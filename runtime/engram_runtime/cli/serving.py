@@ -27,6 +27,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=options.model,
         dtype=options.dtype,
+        state_dtype=options.state_dtype,
         device=options.device,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,

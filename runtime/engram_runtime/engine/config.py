@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engram_runtime.models.spec import STATE_DTYPES
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -20,6 +22,8 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
+    state_dtype: str = "float32"
+    """Of recurrent (ssm) states, in memory and in snapshots. Models without state take the default only."""
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -53,6 +57,8 @@ class EngineConfig:
             raise ValueError("model must be the path of a checkpoint folder, got an empty string")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}")
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         for name, low in (("max_model_len", 2), ("kv_cache_tokens", 16), ("state_slots", 1), ("checkpoint_slots", 1)):

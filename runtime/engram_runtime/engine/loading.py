@@ -81,7 +81,13 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
             bar.update(done - bar.n)
 
         model = load_model(
-            path, device=device, dtype=dtype, ops=ops, progress=progress, max_positions=config.max_model_len
+            path,
+            device=device,
+            dtype=dtype,
+            ops=ops,
+            progress=progress,
+            max_positions=config.max_model_len,
+            state_dtype=config.state_dtype,
         )
     start.mark("weights")
     request = CacheRequest(

@@ -54,7 +54,7 @@ class CacheTransfer:
 
     @torch.inference_mode()
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `read_state`; ValueError when a tensor is missing or has another shape."""
+        """The inverse of `read_state`; ValueError when a tensor is missing or has another shape or dtype."""
         for cache, value in self._checked_state(tensors):
             cache[slot].copy_(value)
 
@@ -71,5 +71,7 @@ class CacheTransfer:
             if value is None or value.shape != cache.shape[1:]:
                 shape = "missing" if value is None else tuple(value.shape)
                 raise ValueError(f"{name} must have shape {tuple(cache.shape[1:])}, got {shape}")
+            if value.dtype != cache.dtype:  # copying would convert it, and nobody would know
+                raise ValueError(f"{name} must be {cache.dtype}, got {value.dtype}")
             found.append((cache, value))
         return found

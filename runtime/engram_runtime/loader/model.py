@@ -24,13 +24,15 @@ def load_model(
     ops: Ops | None = None,
     progress: Progress | None = None,
     max_positions: int | None = None,
+    state_dtype: str = "float32",
 ) -> CausalLM:
     """Build the model of a directory and fill it from its safetensors files.
 
     dtype: "auto" (the checkpoint's on a GPU, float32 on the CPU) or a name. ops: must be bound for the same device and
     dtype; default: `Ops.bind` with no overrides. max_positions: rows of the rotary table, when the engine serves a
-    shorter window than the model allows.
-    Raises CheckpointError naming the field, the key or the file that cannot be honoured or read.
+    shorter window than the model allows. state_dtype: what recurrent (ssm) states are kept in, "float32" or "bfloat16".
+    Raises CheckpointError naming the field, the key or the file that cannot be honoured or read, and ValueError when
+    the model has no state to keep in another dtype.
     """
     directory = Path(path)
     config = load_config(directory)
@@ -40,7 +42,7 @@ def load_model(
     resolved = resolve_dtype(config, place, dtype)
     checkpoint = Checkpoint.open(directory)
     build = Build(ops or Ops.bind(place, resolved), place, resolved)
-    model = family(config, build, max_positions=max_positions).eval()
+    model = family(config, build, max_positions=max_positions, state_dtype=state_dtype).eval()
     load_weights(
         checkpoint,
         model.targets(),

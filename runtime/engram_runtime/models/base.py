@@ -48,7 +48,8 @@ class CausalLM(nn.Module):
     """Weights are uninitialised until a loader has filled every one of `targets()`.
 
     config: a Hugging Face config. max_positions: rows of the rotary table, default `max_position_embeddings`.
-    Raises CheckpointError naming the config field that cannot be honoured.
+    state_dtype: what ssm states are kept in, one of STATE_DTYPES.
+    Raises CheckpointError naming the config field that cannot be honoured, ValueError for a state_dtype that cannot be.
     """
 
     honoured: ClassVar[frozenset[str]] = DECODER_FIELDS
@@ -58,10 +59,12 @@ class CausalLM(nn.Module):
     ignorable: ClassVar[tuple[str, ...]] = ("*.rotary_emb.inv_freq",)
     """Checkpoint keys (fnmatch patterns) that need not be consumed: they hold what is computed here."""
 
-    def __init__(self, config: Any, build: Build, *, max_positions: int | None = None) -> None:
+    def __init__(
+        self, config: Any, build: Build, *, max_positions: int | None = None, state_dtype: str = "float32"
+    ) -> None:
         super().__init__()
         check_config(config, self.rules)
-        self.spec = self.describe(config, build.dtype)
+        self.spec = self.describe(config, build.dtype).with_state_dtype(state_dtype)
         positions = max_positions or self.spec.max_position_embeddings
         rope = None if self.spec.rope is None else rotary_table(dict(self.spec.rope), positions, build.device)
         self.tied = bool(config.tie_word_embeddings)

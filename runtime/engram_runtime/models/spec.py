@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE_DTYPES = ("float32", "bfloat16")
+"""What ssm states may be kept in."""
 
 
 def item_size(dtype: object) -> int:
@@ -66,6 +68,19 @@ class ModelSpec:
     config: Mapping[str, Any]
     """The config fields that the forward pass depends on, as JSON values."""
     quantization: None = None
+
+    def with_state_dtype(self, dtype: str) -> ModelSpec:
+        """The same model with its ssm states kept in one of STATE_DTYPES. ValueError for others, and when there is no
+        state that anything but the default could be asked for."""
+        if dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {dtype!r}")
+        if self.state is not None:
+            return replace(self, state=replace(self.state, ssm_dtype=dtype))
+        if dtype != STATE_DTYPES[0]:
+            raise ValueError(
+                f"state_dtype {dtype} cannot be honoured: this model ({self.architecture}) has no recurrent state"
+            )
+        return self
 
     @property
     def num_attention_layers(self) -> int:

@@ -85,6 +85,7 @@ def test_help_is_quick_and_light():
         (["serve", "--model", ".", "--retention-max-age", "1y"], "--retention-max-age: expected a time"),
         (["serve", "--model", ".", "--op", "linear"], "expected OP=BACKEND"),
         (["serve", "--model", ".", "--dtype", "int4"], "--dtype"),
+        (["serve", "--model", ".", "--state-dtype", "float16"], "--state-dtype"),
         (["serve", "--model", ".", "--nonsense"], "--nonsense"),
         (["serve"], "--model"),
         (["batch", "--model", ".", "--prompts-file", "/no/such"], "--prompts-file /no/such cannot be read"),

@@ -14,6 +14,7 @@ from engram_runtime.engine.config import EngineConfig
     [
         ("model", ""),
         ("dtype", "float8"),
+        ("state_dtype", "float16"),
         ("max_model_len", 1),
         ("kv_cache_tokens", 3),
         ("max_num_seqs", 0),

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from engram_kernels import Ops
 from engram_runtime.executor.memory import CACHE_SHARE, CacheRequest, allocate_caches, free_memory, plan_caches
+from engram_runtime.executor.transfer import CacheTransfer, state_layout
 from engram_runtime.models.spec import ModelSpec, StateSpec
+from engram_runtime.snapshots.types import TensorSpec
 
 DENSE = ModelSpec(
     architecture="llama",
@@ -77,6 +80,34 @@ def test_states_run_and_are_kept() -> None:
     assert geometry.state_bytes == STATE.bytes()
     derived = plan_caches(HYBRID, CacheRequest(4), GIB)
     assert derived.num_state_slots > 2 * 4
+
+
+def test_states_in_bf16_take_less_and_more_of_them_are_kept() -> None:
+    half = HYBRID.with_state_dtype("bfloat16")
+    assert HYBRID.state_bytes() - half.state_bytes() == 2 * 4 * 8 * 2
+    assert half.with_state_dtype("float32") == HYBRID
+    tight = 1 << 16
+    plain, smaller = (plan_caches(spec, CacheRequest(2, 32, 64), tight) for spec in (HYBRID, half))
+    assert smaller.state_bytes == half.state_bytes()
+    assert smaller.num_state_slots > plain.num_state_slots
+    caches = allocate_caches(half, smaller, torch.device("cpu"))
+    assert caches.ssm is not None
+    assert caches.conv is not None
+    assert (caches.ssm.dtype, caches.conv.dtype) == (torch.bfloat16, torch.float32)
+    assert state_layout(half).states["ssm"] == TensorSpec((1, 2, 4, 8), "bfloat16")
+    assert state_layout(half).state_bytes == half.state_bytes()
+
+
+def test_a_state_of_another_dtype_is_refused_and_not_converted() -> None:
+    half = HYBRID.with_state_dtype("bfloat16")
+    caches = allocate_caches(half, plan_caches(half, CacheRequest(2, 64, 256), GIB), torch.device("cpu"))
+    transfer = CacheTransfer(Ops.bind("cpu", torch.float32), caches)
+    state = {name: torch.ones_like(tensor) for name, tensor in transfer.read_state(0).items()}
+    with pytest.raises(ValueError, match=r"^ssm must be torch\.bfloat16, got torch\.float32"):
+        transfer.write_state(0, {**state, "ssm": state["ssm"].float()})
+    assert not bool(transfer.read_state(0)["conv"].any())
+    transfer.write_state(0, state)
+    assert all(bool((tensor == 1).all()) for tensor in transfer.read_state(0).values())
 
 
 def test_a_model_without_attention_has_blocks_that_cost_nothing() -> None:

@@ -35,10 +35,12 @@ STYLES = (
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
     made: dict[str, Any] = {}
 
-    def get(family: str) -> Any:
-        if family not in made:
-            made[family] = load_tiny(make_tiny(family, tmp_path_factory.mktemp(family)))
-        return made[family]
+    def get(name: str) -> Any:
+        if name not in made:
+            family, _, dtype = name.partition(":")
+            path = make_tiny(family, tmp_path_factory.mktemp(family))
+            made[name] = load_tiny(path, state_dtype=dtype or "float32")
+        return made[name]
 
     yield get
     made.clear()
@@ -116,6 +118,15 @@ def test_every_style_of_sampling_in_mixed_company(tiny: Get, family: str, kind: 
     prompts = prompts_for(1, 10)
     ours = serve(make_engine(tiny, family, kind), prompts, seed=1)
     assert_same(ours, serve(make_engine(tiny, family, "plain"), prompts, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["recorded", "launched"])
+def test_states_in_bf16(tiny: Get, kind: str) -> None:
+    """They are rounded by positions, not by slots: running ahead, padding and second slots change nothing."""
+    prompts = prompts_for(2, 5)
+    styles = (SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=3),)
+    ours = serve(make_engine(tiny, "granite_dense:bfloat16", kind), prompts, styles)
+    assert_same(ours, serve(make_engine(tiny, "granite_dense:bfloat16", "plain"), prompts, styles))
 
 
 def test_changes_without_room_beside_a_recorded_plan_travel_by_themselves(

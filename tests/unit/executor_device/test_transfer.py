@@ -133,6 +133,8 @@ def test_states_go_both_ways_and_are_checked(monkeypatch: pytest.MonkeyPatch, pi
         transfer.settle()
     with pytest.raises(ValueError, match="ssm must have shape"):
         transfer.write_state(0, {})
+    with pytest.raises(ValueError, match=r"ssm must be torch\.float32, got torch\.float64"):
+        transfer.write_state(0, {**state, "ssm": state["ssm"].double()})
 
 
 def test_bytes_from_elsewhere_are_known_once_they_were_written() -> None:

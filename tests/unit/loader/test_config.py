@@ -181,10 +181,25 @@ def test_the_spec_describes_dense_and_hybrid_models(made: dict[str, Path]) -> No
     assert hybrid.kv_bytes_per_token() == 2 * 1 * 2 * 16 * 4
 
 
+def test_a_state_may_be_kept_in_bf16_where_there_is_one(made: dict[str, Path]) -> None:
+    spec = load_model(made["granite"], state_dtype="bfloat16").spec
+    assert spec.state_bytes() == 3 * (8 * 16 * 16 * 2 + 160 * 3 * 4)
+    assert spec.dtype == "float32"
+    assert load_model(made["llama"], state_dtype="float32").spec.state is None
+    with pytest.raises(ValueError, match=r"^state_dtype bfloat16 cannot be honoured: this model \(llama\) has no"):
+        load_model(made["llama"], state_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"^state_dtype must be one of float32, bfloat16, got 'float16'"):
+        load_model(made["granite"], state_dtype="float16")
+
+
 def test_abi_fields_are_json_and_change_with_what_the_state_depends_on(made: dict[str, Path], tmp_path: Path) -> None:
     fields = load_model(made["granite"]).spec.abi_fields()
     assert json.loads(json.dumps(fields, allow_nan=False)) == fields
-    seen = [fields, load_model(made["granite"], dtype="bfloat16").spec.abi_fields()]
+    seen = [
+        fields,
+        load_model(made["granite"], dtype="bfloat16").spec.abi_fields(),
+        load_model(made["granite"], state_dtype="bfloat16").spec.abi_fields(),
+    ]
     for name, value in (("rms_norm_eps", 1e-3), ("attention_multiplier", 0.5), ("time_step_limit", [0.01, 0.1])):
         seen.append(load_model(edited(made["granite"], tmp_path / name, **{name: value})).spec.abi_fields())
     assert len({json.dumps(entry, sort_keys=True) for entry in seen}) == len(seen)
