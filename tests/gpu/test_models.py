@@ -21,9 +21,10 @@ from tests.support.tiny import FAMILIES, make_tiny
 LENGTHS = (300, 37, 160, 5)
 
 
-def _stepper(path: Path, device: str, dtype: str, backend: str) -> Stepper:
+def _stepper(path: Path, device: str, dtype: str, backend: str, state_dtype: str = "float32") -> Stepper:
     overrides = dict.fromkeys(OP_NAMES, backend)
-    model = load_model(path, device=device, dtype=dtype, ops=Ops.bind(device, dtype, overrides))
+    ops = Ops.bind(device, dtype, overrides)
+    model = load_model(path, device=device, dtype=dtype, ops=ops, state_dtype=state_dtype)
     stepper = Stepper(model, num_blocks=64)
     caches = stepper.caches
     caches.kv = [kv.to(device) for kv in caches.kv]
@@ -36,8 +37,10 @@ def _tokens(length: int) -> list[int]:
     return [(7 * i * i + 3 * length) % 500 for i in range(length)]
 
 
-def _logits(path: Path, device: str, dtype: str, backend: str, max_chunk: int) -> list[torch.Tensor]:
-    stepper = _stepper(path, device, dtype, backend)
+def _logits(
+    path: Path, device: str, dtype: str, backend: str, max_chunk: int, state_dtype: str = "float32"
+) -> list[torch.Tensor]:
+    stepper = _stepper(path, device, dtype, backend, state_dtype)
     rows = [stepper.row(_tokens(length)) for length in LENGTHS]
     with torch.device(device):
         stepper.run(rows, max_chunk=max_chunk)
@@ -55,6 +58,16 @@ def test_logits_agree_with_fp32(family: str, max_chunk: int, tmp_path: Path) -> 
     assert relative_error(ours, exact) < allowed
     agreeing = [(logits.argmax(-1) == exact.argmax(-1)).double().mean().item() for logits in (ours, plain)]
     assert agreeing[0] > agreeing[1] - 0.03
+
+
+def test_states_in_bf16_cost_no_more_than_with_torch_s_ops(tmp_path: Path) -> None:
+    """Both round by the same chances, so the bound is the one above."""
+    path = make_tiny("granite_dense", tmp_path, dtype=torch.bfloat16)
+    exact = torch.cat(_logits(path, "cpu", "float32", "torch", 40))
+    plain, ours = (
+        torch.cat(_logits(path, "cuda", "bfloat16", backend, 40, "bfloat16")) for backend in ("torch", "triton")
+    )
+    assert relative_error(ours, exact) < 1.3 * relative_error(plain, exact) + 2e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "granite"])

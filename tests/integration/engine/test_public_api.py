@@ -52,6 +52,18 @@ def test_llm_generates_in_order_and_streams_the_same(path: str) -> None:
         assert len(each[1].logprobs or []) == 3
 
 
+def test_llm_of_a_hybrid_with_states_in_bf16(tiny: Get) -> None:
+    hybrid = str(tiny("granite_dense").path)
+    sizes = {"max_seq_len": 128, "max_gpu_num_blocks": 1024, "max_num_seqs": 2}
+    texts = []
+    for dtype in ("bfloat16", "float32", "bfloat16"):
+        with LLM(hybrid, progress=False, state_dtype=dtype, **sizes) as llm:  # type: ignore[arg-type]
+            caches = llm._engine._engine.executor._caches  # type: ignore[attr-defined]
+            assert str(caches.ssm.dtype) == f"torch.{dtype}"
+            texts.append([output.token_ids for output in llm.generate(PROMPTS, GREEDY)])
+    assert texts[0] == texts[2]
+
+
 def test_a_stream_that_is_left_early_frees_its_requests(path: str) -> None:
     with LLM(path, max_seq_len=128, max_gpu_num_blocks=1024, progress=False) as llm:
         stream = llm.stream(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True))
@@ -115,6 +127,8 @@ async def test_async_engine_from_pretrained(path: str) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"quantization": "int8"}, "quantization"),
+        ({"state_dtype": "float16"}, "state_dtype"),
+        ({"state_dtype": "bfloat16"}, "state_dtype bfloat16 cannot be honoured"),
         ({"device": "tpu"}, "device"),
         ({"max_seq_len": 1 << 20}, "max_model_len"),
         ({"max_seq_len": 512, "max_gpu_num_blocks": 256}, "kv_cache_tokens"),

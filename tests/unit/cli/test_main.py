@@ -13,6 +13,7 @@ import engram_runtime
 from engram_runtime.cli.lazy import CommandError, load
 from engram_runtime.cli.main import build_parser, main
 from engram_runtime.cli.quantities import override, seconds, show_size, size
+from engram_runtime.cli.serving import engine_config
 from tests.support import patience
 
 COMMANDS = ("serve", "chat", "batch", "snapshots", "ops", "autotune", "fetch", "activator", "up")
@@ -56,6 +57,14 @@ def test_every_flag_of_serve_has_a_help_text():
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for action in subparsers.choices["serve"]._actions:
         assert action.help, action.option_strings
+
+
+def test_the_dtype_of_states_reaches_the_engine():
+    options = build_parser([]).parse_args(["serve", "--model", "m", "--state-dtype", "bfloat16"])
+    assert engine_config(options).state_dtype == "bfloat16"
+    assert engine_config(build_parser([]).parse_args(["batch", "--model", "m", "--prompts-file", "p"])).state_dtype == (
+        "float32"
+    )
 
 
 def test_help_is_quick_and_light():

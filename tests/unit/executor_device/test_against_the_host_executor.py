@@ -140,7 +140,12 @@ def test_changes_without_room_beside_a_recorded_plan_travel_by_themselves(
 
 @pytest.mark.parametrize(
     ("family", "kind", "swap"),
-    [("llama", "recorded", 0), ("granite_dense", "recorded", 1 << 24), ("llama", "launched", 1 << 24)],
+    [
+        ("llama", "recorded", 0),
+        ("granite_dense", "recorded", 1 << 24),
+        ("granite_dense:bfloat16", "recorded", 1 << 24),
+        ("llama", "launched", 1 << 24),
+    ],
 )
 def test_preemption(tiny: Get, family: str, kind: str, swap: int) -> None:
     styles = (
