@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engram_runtime.executor.device import gather
+from engram_runtime.engine.config import EngineConfig
+from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.executor.device import gather, pending
 from engram_runtime.executor.device.ring import SLOTS, Ring, fetch_reference, publish_reference
+from engram_runtime.executor.device.staging import Packer
+from tests.support.device_step import load_tiny, make_executor
+from tests.support.tiny import make_tiny
 
 CPU = torch.device("cpu")
 
@@ -78,3 +86,33 @@ def test_the_publishing_kernel_equals_its_reference(count: int) -> None:
     for name, a, b in zip(("tokens", "logprobs", "last", "tick"), *results, strict=True):
         assert torch.equal(a, b), name
     assert results[0][3].item() == SLOTS + 3
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_decode_waits_for_a_copy(
+    family: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ops = load_tiny(make_tiny(family, tmp_path))
+    executor = make_executor("recorded", model, ops, seqs=3, window=160, tokens=2048)
+    engine = LLMEngine(
+        EngineConfig("tiny", max_num_seqs=3, max_num_batched_tokens=64, seed=0, progress=False),
+        executor,
+        vocab_size=model.spec.vocab_size,
+    )
+    copies: list[int] = []
+    flush = Packer.flush
+    monkeypatch.setattr(Packer, "flush", lambda self, into=None: (copies.append(len(self)), flush(self, into))[1])
+    monkeypatch.setattr(pending, "to_host", lambda value: (copies.append(-1), value.clone())[1])
+    for name in "abc":
+        params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
+        engine.add_request(name, list(range(9)), params)
+    decodes = 0
+    while engine.has_unfinished_requests:
+        before = len(copies)
+        outputs = engine.step()
+        if len(outputs) == 3 and min(len(output.token_ids) for output in outputs) > 2:
+            assert len(copies) == before
+            decodes += 1
+    assert decodes > 30
+    engine.close()

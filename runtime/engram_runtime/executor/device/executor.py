@@ -188,7 +188,7 @@ class DeviceExecutor:
                 words, places = laid_out.words, laid_out.places
         if words is not None:
             packer.add(words)  # a recorded step reads its plan from the front
-        elif sequences:
+        elif sequences and step is None:
             mixed = MixedInputs(sequences, packer)
         changes: tuple[slice, slice] | None = None
         if opened or updates:
