@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engram_runtime.cache.pool import Pool, as_slots
@@ -111,9 +111,23 @@ class CacheManager:
     def register(
         self, chain: Chain, tokens: Sequence[int], block_ids: Sequence[int], upto: int, *, partial: bool = False
     ) -> Spot | None:
+        """As `register_from`, of a sequence whose tokens are at hand."""
+        known = as_tokens(tokens)
+        return self.register_from(chain, lambda first, last: known[first:last], block_ids, upto, partial=partial)
+
+    def register_from(
+        self,
+        chain: Chain,
+        tokens: Callable[[int, int], array[int]],
+        block_ids: Sequence[int],
+        upto: int,
+        *,
+        partial: bool = False,
+    ) -> Spot | None:
         """Make tokens [0, upto) findable; with `partial` also those that do not fill their block.
 
-        Returns the last registered block (None when there is none). The contents must have been computed.
+        tokens(first, last): array("I") of those positions; asked for what is not registered yet. Returns the last
+        registered block (None when there is none). The contents must have been computed.
         """
         size, index = self.block_size, self.index
         known = None if chain.spot is None else index.find(chain.spot)
@@ -125,7 +139,7 @@ class CacheManager:
         begin, end = run.start + passed, upto if partial else upto // size * size
         if begin * size < end:
             added = as_slots(block_ids)[begin : self.blocks_for(end)]
-            run, at = index.insert(run, passed, as_tokens(tokens)[begin * size : end], added)
+            run, at = index.insert(run, passed, tokens(begin * size, end), added)
             chain.spot = index.spot(run, at - (end % size > 0))
             return index.spot(run, at)
         return chain.spot

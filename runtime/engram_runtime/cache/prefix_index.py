@@ -290,8 +290,14 @@ class PrefixIndex:
     def _map(self, run: Run, begin: int) -> tuple[Run, int]:
         """The blocks of a run from `begin` on are found from now on."""
         added = run.blocks[begin:]
-        chosen = slots_view(added)
         self._registered += 1
+        if len(added) == 1:  # of a decode, every sixteenth step: an array costs ten times as much as its one element
+            block = added[0]
+            self._owner[block], self._depth[block] = run.number, run.start + begin
+            self._serial[block] = self._registered
+            self._pool(self._blocks).cache(added)
+            return run, begin
+        chosen = slots_view(added)
         self._owner[chosen] = run.number
         self._depth[chosen] = np.arange(run.start + begin, run.start + len(run.blocks))
         self._serial[chosen] = self._registered
@@ -303,6 +309,8 @@ class PrefixIndex:
 
     def _make_private(self, blocks: array[int]) -> None:
         """A block that was reused without being evicted first cannot be found by its old tokens any more."""
+        if len(blocks) == 1 and self._owner[blocks[0]] < 0:
+            return
         for block in slots_view(blocks)[self._owner[slots_view(blocks)] >= 0].tolist():
             number = int(self._owner[block])
             if number >= 0:  # not gone with one before it

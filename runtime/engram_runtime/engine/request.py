@@ -84,19 +84,20 @@ class Request:
         metrics = self.metrics
         if metrics is None or finished or metrics.first_token_time != self.first_token_time:
             metrics = self.metrics = RequestMetrics(self.arrival, self.first_token_time, self.finish_time)
+        # By position: one is made per token, and names take as long as all the rest.
         return RequestOutput(
-            request_id=self.request_id,
-            index=index,
-            delta=delta,
-            text=transcript.text,
-            token_ids=list(transcript.token_ids),
-            new_token_ids=new_tokens,
-            finish_reason=transcript.finish_reason,
-            stop_reason=transcript.stop_reason,
-            logprobs=logprobs,
-            prompt_logprobs=transcript.take_prompt_logprobs(),
-            prompt_tokens=len(self.prompt_ids),
-            cached_tokens=self.sequences[0].prefix_tokens,
-            turn=self.report if finished else None,
-            metrics=metrics,
+            self.request_id,
+            index,
+            delta,
+            transcript.text,
+            transcript.token_ids[:],
+            new_tokens,
+            transcript.finish_reason,
+            transcript.stop_reason,
+            logprobs,
+            transcript.take_prompt_logprobs() if self.params.prompt_logprobs is not None else None,
+            len(self.prompt_ids),
+            self.sequences[0].prefix_tokens,
+            self.report if finished else None,
+            metrics,
         )

@@ -172,17 +172,17 @@ class Scheduler:
         return step
 
     def _plan_decodes(self, draft: Draft) -> None:
+        running, size = Status.RUNNING, self.cache.block_size
         for sequence in tuple(self._running):
             # Whoever comes late in this list may have been preempted by one before.
-            if sequence.status is not Status.RUNNING or not sequence.is_decode or not sequence.wants_more:
+            if sequence.status is not running or not sequence.may_decode:
                 continue
-            if draft.budget > 0 and self._grow(draft, sequence):
+            room = sequence.computed < len(sequence.block_ids) * size
+            if draft.budget > 0 and (room or self._grow(draft, sequence)):
                 self._emit_decode(draft, sequence)
 
     def _grow(self, draft: Draft, sequence: Sequence) -> bool:
-        """Room for one more token, taken from lower-ranked sequences if need be."""
-        if sequence.computed < len(sequence.block_ids) * self.cache.block_size:
-            return True
+        """A block for one more token, taken from lower-ranked sequences if need be."""
         while True:
             blocks = self.cache.blocks.allocate(1)
             if blocks is not None:
@@ -248,7 +248,10 @@ class Scheduler:
         )
 
     def _emit_decode(self, draft: Draft, sequence: Sequence) -> None:
-        self._count(draft.decode(sequence, self.cache.blocks_for(sequence.computed + 1)))
+        start = sequence.computed
+        work = draft.decode(sequence, start // self.cache.block_size + 1)
+        if start < sequence.high_water or start < len(sequence.prompt_ids):
+            self._count(work)
 
     def _emit(self, draft: Draft, sequence: Sequence, tokens: int) -> None:
         end = sequence.computed + tokens
@@ -262,8 +265,6 @@ class Scheduler:
     def _count(self, work: Work) -> None:
         """Add to exactly one of prefilled, rewarmed, recomputed; a decode of a new token is none of them."""
         sequence = work.sequence
-        if work.start >= sequence.high_water and work.start >= len(sequence.prompt_ids):
-            return
         again = max(0, min(work.end, sequence.high_water) - work.start)
         fresh = max(0, min(work.end, len(sequence.prompt_ids)) - max(work.start, sequence.high_water))
         sequence.recomputed_tokens += again
@@ -366,7 +367,7 @@ class Scheduler:
             sequence.in_flight -= work.samples
             sequence.high_water = max(sequence.high_water, work.end)
             if work.end // size > work.start // size and sequence.status is Status.RUNNING:
-                self.cache.register(sequence.chain, sequence.token_ids(0, work.end), sequence.block_ids, work.end)
+                self.cache.register_from(sequence.chain, sequence.token_ids, sequence.block_ids, work.end)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, slot, row and host buffer is accounted for."""

@@ -101,15 +101,17 @@ class Sequence:
         return self.total - self.computed
 
     @property
-    def wants_more(self) -> bool:
-        """Whether another token may be planned beyond those in flight."""
-        return self.background or len(self.output_ids) + self.in_flight < self.max_new_tokens
-
-    @property
     def is_decode(self) -> bool:
         """The next step feeds just the token sampled last."""
         prompt, computed = len(self.prompt_ids), self.computed
         return computed >= prompt and prompt + len(self.output_ids) + self.in_flight - computed == 1
+
+    @property
+    def may_decode(self) -> bool:
+        """The same, and another token may be planned beyond those in flight."""
+        prompt, computed = len(self.prompt_ids), self.computed
+        outputs = len(self.output_ids) + self.in_flight
+        return computed >= prompt and prompt + outputs - computed == 1 and outputs < self.max_new_tokens
 
     def token_ids(self, first: int, last: int) -> array[int]:
         """Known tokens [first, last), array("I")."""

@@ -58,7 +58,12 @@ def decode_lines(
     more: list[np.ndarray] = []
     columns, blocks = [], []
     for sequence in sequences:
-        first, new = rows[sequence.row].new_blocks(sequence.block_ids)
+        row = rows[sequence.row]
+        if row.knows(sequence.block_ids):
+            columns.append(tables.width)
+            blocks.append(tables.spare_block)
+            continue
+        first, new = row.new_blocks(sequence.block_ids)
         if len(new) == 1:
             columns.append(first)
             blocks.append(new[0])

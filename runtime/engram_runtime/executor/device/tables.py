@@ -77,6 +77,10 @@ class HostRow:
         """Blocks the device knows."""
         self.last_block = -1
 
+    def knows(self, block_ids: Sequence[int]) -> bool:
+        """Whether the device knows all of these blocks: so it does for fifteen decodes of sixteen."""
+        return len(block_ids) == self.blocks and block_ids[-1] == self.last_block
+
     def new_blocks(self, block_ids: Sequence[int]) -> tuple[int, Sequence[int]]:
         """(first column, blocks) that the device does not know yet; a table only ever grows while its row is open."""
         known = self.blocks
