@@ -45,6 +45,7 @@ VLLM_MS = {
     "Llama-3.1-8B": {1: 4.89, 8: 5.08, 64: 6.57},
     "Granite-4.0-H-tiny": {1: 3.5, 8: 5.03, 64: 8.4, 256: 29.0},
 }
+MODELS = "Qwen3-0.6B,Qwen3-8B,Llama-3.1-8B,Granite-4.0-H-tiny,Granite-4.0-H-tiny" + bench_step.HALF_STATES
 WARM = 4
 """Tokens of a run that only compiles and records."""
 
@@ -153,7 +154,7 @@ def measure(engine: LLMEngine, model: CausalLM, judge: Judge, name: str, batch: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="Qwen3-0.6B,Qwen3-8B,Llama-3.1-8B,Granite-4.0-H-tiny")
+    parser.add_argument("--models", default=MODELS)
     parser.add_argument("--batches", default="1,4,8,64,256")
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]

@@ -21,6 +21,7 @@ from engram_runtime.layers.weights import Build
 from engram_runtime.models.base import CausalLM
 from engram_runtime.models.caches import Caches
 from engram_runtime.models.registry import model_class
+from engram_runtime.models.spec import item_size
 from tests.bench.gpu_timing import COPY_TBS, save, time_us
 from tests.support.kernel_cases import make_step
 
@@ -54,11 +55,19 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+HALF_STATES = " (bf16 states)"
+"""What is appended to a model's name for `--state-dtype bfloat16`."""
+CONFIGS["Granite-4.0-H-tiny" + HALF_STATES] = CONFIGS["Granite-4.0-H-tiny"]
+
+
 def build(name: str, device: str = "cuda", positions: int = 34000) -> CausalLM:
     """The model with random weights of about unit scale."""
     config = CONFIGS[name]()
     ops = Ops.bind(device if device != "meta" else "cpu", BF16)
-    model = model_class(config.model_type)(config, Build(ops, torch.device(device), BF16), max_positions=positions)
+    model = model_class(config.model_type)(
+        config, Build(ops, torch.device(device), BF16), max_positions=positions,
+        state_dtype="bfloat16" if name.endswith(HALF_STATES) else "float32",
+    )  # fmt: skip
     for parameter in model.parameters():
         if parameter.device.type == "meta":
             continue
@@ -73,7 +82,8 @@ def caches(model: CausalLM, blocks: int, slots: int) -> Caches:
     shape = (2, blocks, spec.num_kv_heads, 16, spec.head_dim)
     found = Caches(kv=[torch.randn(shape, device="cuda", dtype=BF16) for _ in range(spec.num_attention_layers)])
     if spec.state is not None:
-        found.ssm = torch.zeros(slots, spec.state.num_layers, *spec.state.ssm_shape, device="cuda")
+        dtype = getattr(torch, spec.state.ssm_dtype)
+        found.ssm = torch.zeros(slots, spec.state.num_layers, *spec.state.ssm_shape, device="cuda", dtype=dtype)
         found.conv = torch.zeros(slots, spec.state.num_layers, *spec.state.conv_shape, device="cuda", dtype=BF16)
     return found
 
@@ -94,7 +104,7 @@ def _read_bytes(model: CausalLM, batch: int, context: int) -> int:
     state = 0
     if spec.state is not None:
         heads, channels, size = spec.state.ssm_shape
-        state = batch * 2 * spec.state.num_layers * heads * channels * size * 4
+        state = batch * 2 * spec.state.num_layers * heads * channels * size * item_size(spec.state.ssm_dtype)
     return weights + kv + state
 
 
