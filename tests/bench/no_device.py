@@ -20,6 +20,7 @@ class NoExecutor:
     """Samples for everybody, at once. answer: what every row says, each from a place of its own."""
 
     steps_ahead = 1
+    steps_together = 1
 
     def __init__(self, *, blocks: int, states: int = 0, window: int = 4096, answer: Sequence[int] = (1,)) -> None:
         self.geometry = CacheGeometry(blocks, BLOCK, states, 1, 1 if states else 0, window)
@@ -37,6 +38,10 @@ class NoExecutor:
         self.submitted.append(perf_counter())
         self.plans.append(plan)
         self._waiting.append(plan)
+
+    def submit_together(self, plans: Sequence[StepPlan]) -> None:
+        for plan in plans:
+            self.submit(plan)
 
     def collect(self) -> StepResult:
         if self.step_seconds:

@@ -234,6 +234,32 @@ def test_recorded_steps_equal_launched_ones_bit_by_bit(family: str, way: str, ca
     assert recorded.recorded == 3
 
 
+@pytest.mark.parametrize("way", ["greedy", "cut", "hidden"])
+def test_several_decodes_in_one_launch_are_those_of_single_launches(way: str, cases: dict[str, Case]) -> None:
+    """Ways that cannot be recorded to their end are launched one by one."""
+    case = cases["qwen3"]
+    single, together = make_executor(case), make_executor(case)
+    for batch in (1, 3, 8):
+        plans = list(decode_plans(case, batch, 40, WAYS[way]))
+        expected = run_plans(single, iter(plans))
+        found = []
+        together.submit(plans[0])
+        found.append(together.collect().sampled)
+        waiting = 0
+        for first in range(1, len(plans), 5):
+            part = plans[first : first + 5]
+            together.submit_together(part) if len(part) > 1 else together.submit(part[0])
+            while waiting:  # those of the launch before, as the engine does
+                found.append(together.collect().sampled)
+                waiting -= 1
+            waiting = len(part)
+        found += [together.collect().sampled for _ in range(waiting)]
+        assert found == expected
+        for executor in (single, together):
+            executor.submit(StepPlan(99, (), closes=tuple(range(batch))))
+            executor.collect()
+
+
 @pytest.mark.parametrize("way", ["greedy", "hidden"])
 @pytest.mark.parametrize("family", ["qwen3", "granite"])
 def test_long_prompts_in_recorded_steps(family: str, way: str, cases: dict[str, Case]) -> None:

@@ -77,6 +77,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the card that weights, steps and caches take together (default: 0.9; GPUs only)",
     )
+    group.add_argument(
+        "--decode-steps-per-launch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="decode steps launched as one while nobody waits; a request that comes meanwhile waits for them "
+        "(default: 1; GPUs, models without recurrent state)",
+    )
     group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
     group.add_argument("--seed", type=int, help="makes requests without a seed reproducible")
     group.add_argument(

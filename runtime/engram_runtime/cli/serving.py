@@ -34,6 +34,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_cache_tokens=options.kv_cache_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        decode_steps_per_launch=options.decode_steps_per_launch,
         tensor_parallel_size=options.tensor_parallel_size,
         op_overrides=dict(options.op),
         seed=options.seed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engram_runtime.executor.plan import MOST_STEPS_TOGETHER
 from engram_runtime.models.spec import STATE_DTYPES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,6 +50,8 @@ class EngineConfig:
     """Share of the card that weights, steps and caches take together; None: 0.9. Refused on a CPU."""
     use_cuda_graph: bool | None = None
     """Record decode steps; None: where the ops allow it."""
+    decode_steps_per_launch: int = 1
+    """Decode steps launched as one while nobody waits; a request that comes meanwhile waits for all of them."""
     tensor_parallel_size: int = 1
     quantization: str | None = None
 
@@ -65,6 +68,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name} must be >= {low}, got {value}")
+        if not 1 <= self.decode_steps_per_launch <= MOST_STEPS_TOGETHER:
+            raise ValueError(
+                f"decode_steps_per_launch must be 1 to {MOST_STEPS_TOGETHER}, got {self.decode_steps_per_launch}"
+            )
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -56,6 +56,11 @@ class LLMEngine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         geometry = executor.geometry
+        if config.decode_steps_per_launch > max(1, executor.steps_together):
+            raise ValueError(
+                f"decode_steps_per_launch={config.decode_steps_per_launch} cannot be honoured: it takes recorded steps "
+                "on a GPU and a model without recurrent state"
+            )
         self.config = config
         self.executor = executor
         self.snapshots = snapshots
@@ -100,7 +105,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         self._outbox: list[RequestOutput] = []
-        self._ahead = executor.steps_ahead
+        self._ahead, self._together = executor.steps_ahead, config.decode_steps_per_launch
         self._flight: deque[tuple[ScheduledStep, float]] = deque()
         """Steps submitted and not collected, with the time they were submitted."""
         self._collected = 0.0
@@ -194,14 +199,28 @@ class LLMEngine:
         if step is None and not self._flight and self._scheduler.has_work:
             self._boundaries.flush()  # somebody waits for memory that a held turn_end keeps
         self.idle = step is None and not self._flight
+        launched = 0
         if step is not None:
             self._note_admissions(step)
-            self._flight.append((step, self._clock()))
-            self.executor.submit(step.plan)
-        while self._flight and (len(self._flight) > self._ahead or step is None or not self._requests):
+            launched = self._launch(step)
+        ahead = launched if self._ahead else 0
+        while self._flight and (len(self._flight) > ahead or step is None or not self._requests):
             self._collect()
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _launch(self, step: ScheduledStep) -> int:
+        """Submit a step, and more of the same with it if nobody waits; how many."""
+        steps = [step]
+        if self._together > 1 and (self._restorer is None or not len(self._restorer)):
+            steps += self._scheduler.go_on(step, self._together - 1)
+        now = self._clock()
+        self._flight.extend((each, now) for each in steps)
+        if len(steps) > 1:
+            self.executor.submit_together([each.plan for each in steps])
+        else:
+            self.executor.submit(step.plan)
+        return len(steps)
 
     def _collect(self) -> None:
         """Take the results of the oldest step that was submitted."""

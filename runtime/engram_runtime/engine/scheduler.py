@@ -171,6 +171,19 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
+    def go_on(self, step: ScheduledStep, most: int) -> list[ScheduledStep]:
+        """Up to `most` more decodes of the sequences of `step`, while that is all there is to do: nobody waits, nobody
+        reaches its length, and there is a block for each of them without taking it from somebody."""
+        steps: list[ScheduledStep] = []
+        if self._waiting or len(step.work) != len(self._running) or not step.only_decodes:
+            return steps
+        while len(steps) < most and not self.is_short_of_blocks and all(s.may_decode for s in self._running):
+            following = self.schedule()
+            if following is None:
+                raise RuntimeError("decodes that may go on were not planned")
+            steps.append(following)
+        return steps
+
     def _plan_decodes(self, draft: Draft) -> None:
         running, size = Status.RUNNING, self.cache.block_size
         for sequence in tuple(self._running):

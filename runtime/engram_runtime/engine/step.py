@@ -29,6 +29,13 @@ class ScheduledStep:
     """Copy sources, kept until the step has run."""
     held_states: list[int]
 
+    @property
+    def only_decodes(self) -> bool:
+        """Nothing but tokens that follow others, and rows that close."""
+        plan = self.plan
+        others = (plan.opens, plan.swap_out, plan.swap_in, plan.block_copies, plan.state_loads, plan.state_saves)
+        return not any(others) and all(s.token_ids is None for s in plan.sequences)
+
 
 @dataclass(slots=True)
 class Draft:

@@ -50,12 +50,19 @@ class Executor:
         return self._geometry
 
     @property
+    def steps_together(self) -> int:
+        return 1
+
+    @property
     def steps_ahead(self) -> int:
         """Nothing is gained by planning ahead: a step runs in `collect`."""
         return 0
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
+
+    def submit_together(self, plans: Sequence[StepPlan]) -> None:
+        self._plans.extend(plans)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:

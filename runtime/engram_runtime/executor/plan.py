@@ -169,6 +169,10 @@ class StepResult:
     """By row; only rows that asked."""
 
 
+MOST_STEPS_TOGETHER = 8
+"""Decode steps that any executor may be asked to launch as one."""
+
+
 class StepExecutor(Protocol):
     """Runs plans in order. `collect` returns results in the order of `submit`.
 
@@ -182,7 +186,15 @@ class StepExecutor(Protocol):
     def steps_ahead(self) -> int:
         """How many submitted steps may be uncollected when another is submitted: 0 or 1."""
 
+    @property
+    def steps_together(self) -> int:
+        """How many plans `submit_together` takes; 1: it is not to be called."""
+
     def submit(self, plan: StepPlan) -> None: ...
+
+    def submit_together(self, plans: Sequence[StepPlan]) -> None:
+        """Plans of the same sequences in the same order, all of which decode; the first may close rows, and there is
+        nothing else in any of them. Each is collected by itself; their results may all come with the last one's."""
 
     def collect(self) -> StepResult: ...
 

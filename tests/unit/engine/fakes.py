@@ -56,6 +56,9 @@ class FakeExecutor:
     def __init__(self, sizes: CacheGeometry, *, max_tokens: int = 1 << 30) -> None:
         self._geometry = sizes
         self.steps_ahead = 0
+        self.steps_together = 1
+        self.launches: list[int] = []
+        """How many plans were submitted together, each time that it were several."""
         self.max_tokens = max_tokens
         self.kv: list[list[int | None]] = [[None] * sizes.block_size for _ in range(sizes.num_blocks)]
         self.states: list[int | None] = [None] * sizes.num_state_slots
@@ -79,6 +82,16 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+
+    def submit_together(self, plans: Sequence[StepPlan]) -> None:
+        rows = [[sequence.row for sequence in plan.sequences] for plan in plans]
+        assert 1 < len(plans) <= self.steps_together
+        assert all(other == rows[0] for other in rows), "other sequences in one launch"
+        assert all(sequence.token_ids is None for plan in plans for sequence in plan.sequences)
+        assert not any(plan.closes for plan in plans[1:])
+        self.launches.append(len(plans))
+        for plan in plans:
+            self.submit(plan)
 
     def close(self) -> None:
         self.rows.clear()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from engram_kernels import Ops
 from engram_kernels.metadata import PAGE, SampleOutput
-from engram_runtime.executor.device.graphs import Recorder, Shape, Step, StepGraphs
+from engram_runtime.executor.device.graphs import DecodeRun, Recorder, Shape, Step, StepGraphs
 from engram_runtime.executor.device.inputs import (
     DECODE_LINES,
     DecodeInputs,
@@ -47,7 +48,7 @@ from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens
 from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.executor.executor import PROMPT_LOGPROB_ROWS
 from engram_runtime.executor.memory import allocate_caches
-from engram_runtime.executor.plan import CacheGeometry, SequencePlan, StepPlan, StepResult
+from engram_runtime.executor.plan import MOST_STEPS_TOGETHER, CacheGeometry, SequencePlan, StepPlan, StepResult
 from engram_runtime.models.base import CausalLM
 
 CHANGE_WORDS = 1 << 16
@@ -116,6 +117,11 @@ class DeviceExecutor:
         return 1
 
     @property
+    def steps_together(self) -> int:
+        """Of models without recurrent state: one that a step went past could not be gone back to."""
+        return MOST_STEPS_TOGETHER if self._graphs is not None and not self._geometry.has_state else 1
+
+    @property
     def recorded(self) -> int:
         """Graphs kept."""
         return len(self._graphs) if self._graphs is not None else 0
@@ -127,6 +133,22 @@ class DeviceExecutor:
             pending = self._launch(plan)
             pending.done = self._newest = Done(self._device)
         self._pending.append(pending)
+
+    @torch.inference_mode()
+    def submit_together(self, plans: Sequence[StepPlan]) -> None:
+        """Queue decodes of the same sequences as one recorded launch; those that cannot be recorded one by one."""
+        rows = [self._rows[sequence.row] for sequence in plans[0].sequences]
+        way = way_of(rows)
+        if self._graphs is None or way is Way.HIDDEN:
+            for plan in plans:
+                self.submit(plan)
+            return
+        with self._queue():
+            launched = self._launch_together(plans, rows, way, self._graphs)
+            done = self._newest = Done(self._device)
+        for pending in launched:
+            pending.done = done
+        self._pending.extend(launched)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was submitted and not collected."""
@@ -226,6 +248,31 @@ class DeviceExecutor:
             row.generated += 1
         return pending
 
+    def _launch_together(
+        self, plans: Sequence[StepPlan], rows: Sequence[HostRow], way: Way, graphs: StepGraphs
+    ) -> list[Pending]:
+        self._change_rows(plans[0])
+        numbers = [sequence.row for sequence in plans[0].sequences]
+        shape = DecodeRun(graphs.size_for(len(numbers)), len(plans))
+        step = graphs.get(shape, way)
+        launched: list[Pending] = []
+        updates: list[np.ndarray] = []
+        for plan in plans:
+            lines, more = decode_lines(plan.sequences, self._rows, shape.batch, self._tables, self._spare_slot)
+            updates += more
+            pending = Pending(plan.step)
+            pending.expect(numbers, rows, *self._ring.write(lines), range(len(numbers)))
+            launched.append(pending)
+        if updates:
+            packer = Packer(self._device)
+            opened, gained = packer.add(()), packer.add(np.concatenate(updates, axis=1))
+            packer.flush()
+            self._change(self._tables, packer.take(opened), packer.take(gained))
+        step()
+        for row in rows:
+            row.generated += len(plans)
+        return launched
+
     def _change_rows(self, plan: StepPlan) -> list[int]:
         """Close and open rows; what the device has to know of it (see `open_words`)."""
         for row in plan.closes:
@@ -282,7 +329,7 @@ class DeviceExecutor:
 
     # Recorded steps
 
-    def _shape_of(self, sequences: Sequence[SequencePlan], way: Way) -> Shape | None:
+    def _shape_of(self, sequences: Sequence[SequencePlan], way: Way) -> int | MixedShape | None:
         """The recorded shape that serves a step; None for one that is launched kernel by kernel."""
         if self._graphs is None or not sequences or any(s.prompt_logprobs for s in sequences):
             return None
@@ -296,10 +343,12 @@ class DeviceExecutor:
 
     def _rest(self, shape: Shape) -> None:
         """Point a step, which runs next, at nothing but spare rows."""
-        if isinstance(shape, int):
-            self._ring.write(decode_lines((), self._rows, shape, self._tables, self._spare_slot)[0])
-        else:
+        if isinstance(shape, MixedShape):
             self._send_plan(mixed_plan(shape, (), self._tables, self._spare_slot).words)
+            return
+        batch, steps = (shape, 1) if isinstance(shape, int) else (shape.batch, shape.steps)
+        for _ in range(steps):
+            self._ring.write(decode_lines((), self._rows, batch, self._tables, self._spare_slot)[0])
 
     def _send(self, packer: Packer, words: np.ndarray | None) -> None:
         """What was packed to the device: with a recorded step's plan, where that step reads it, in one copy if there
@@ -319,25 +368,30 @@ class DeviceExecutor:
         """The whole of a step, from its plan on the device to the tokens fed back."""
         window = self._geometry.max_model_len
 
-        def decode() -> tuple[Tensor, ...]:
-            assert isinstance(shape, int)
-            plan = self._plan[: DECODE_LINES * shape]
+        def decode(batch: int) -> tuple[Tensor, ...]:
+            plan = self._plan[: DECODE_LINES * batch]
             self._ring.fetch(plan)
-            lines = plan.view(DECODE_LINES, shape)
-            inputs = decode_inputs(self._gather, lines, self._tables, self._starts[: shape + 1], window)
+            lines = plan.view(DECODE_LINES, batch)
+            inputs = decode_inputs(self._gather, lines, self._tables, self._starts[: batch + 1], window)
             outputs = self._forward(inputs, None, way)
             self._ring.publish(outputs if len(outputs) == 2 else None, self._tables.last, inputs.rows)
             return outputs
 
-        def mixed() -> tuple[Tensor, ...]:
-            assert isinstance(shape, MixedShape)
+        def run(batch: int, steps: int) -> tuple[Tensor, ...]:
+            for _ in range(steps):
+                decode(batch)
+            return ()
+
+        def mixed(shape: MixedShape) -> tuple[Tensor, ...]:
             inputs, last, feed = mixed_inputs(shape, self._plan, self._tables, window)
             outputs = self._forward(inputs, last, way)
             if len(outputs) == 2:
                 self._tables.last.scatter_(0, feed, outputs[0])
             return outputs
 
-        return decode if isinstance(shape, int) else mixed
+        if isinstance(shape, MixedShape):
+            return partial(mixed, shape)
+        return partial(decode, shape) if isinstance(shape, int) else partial(run, shape.batch, shape.steps)
 
     def _forward(self, inputs: DecodeInputs, last: Tensor | None, way: Way) -> tuple[Tensor, Tensor] | tuple[Tensor]:
         """(tokens, log-probabilities), or the last hidden states; last: where those are of each sequence, None for all.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +22,16 @@ from engram_kernels import Registry
 from engram_runtime.executor.device.mixed import MixedShape
 from engram_runtime.executor.device.sampling import Way
 
-Shape = int | MixedShape
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """`steps` decodes of `batch` sequences, one behind the other."""
+
+    batch: int
+    steps: int
+
+
+Shape = int | DecodeRun | MixedShape
 Step = Callable[[], tuple[Tensor, ...]]
 """Launches one step; everything it reads and returns stays at the same addresses from call to call."""
 
@@ -109,7 +119,7 @@ class StepGraphs:
 
     def get(self, shape: Shape, way: Way) -> Step:
         """The replay of a step; recorded now if need be, which overwrites the step's inputs with spare rows."""
-        if not self._recorded and isinstance(shape, int):
+        if not self._recorded and not isinstance(shape, MixedShape):
             self._record(self.sizes[-1], way)
         if (shape, way) not in self._recorded:
             self._record(shape, way)

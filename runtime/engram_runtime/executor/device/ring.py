@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engram_runtime.executor.device.staging import host_buffer
+from engram_runtime.executor.plan import MOST_STEPS_TOGETHER
 
-SLOTS = 8
-"""One step is being read, one is launched, one is being written; before that, two may be recorded, which runs them."""
+SLOTS = 5 * MOST_STEPS_TOGETHER
+"""One launch is being read, one waits, one is being written; before that, two may be recorded, which runs them."""
 
 
 class Fetch(Protocol):
