@@ -18,6 +18,7 @@ from engram_kernels.copy_state import kernel as copy_state
 from engram_kernels.paged_attention import hopper
 from engram_kernels.state_update import kernel as state_update
 from engram_runtime.executor.device import gather
+from engram_runtime.executor.device.ring import SLOTS
 from engram_runtime.executor.device.tables import OPEN_WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -43,6 +44,19 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
             **{"has_state": "*u8", "block_tables": "*i32", "out_ints": "*i64", "out_floats": "*fp32", "rows": "i32"},
         },
         {"batch": 8, "stride": 300, "PAGE": gather.PAGE_TOKENS, "BLOCK": gather.BLOCK},
+    ),
+    (
+        gather._fetch,
+        {"plans": "*i64", "tick": "*i64", "plan": "*i64", "words": "i32", "count": "i32"},
+        {"SLOTS": SLOTS, "BLOCK": gather.BLOCK},
+    ),
+    (
+        gather._publish,
+        {
+            **{"tokens": "*i64", "logprobs": "*fp32", "host_tokens": "*i64", "host_logprobs": "*fp32"},
+            **{"last": "*i64", "feed": "*i64", "tick": "*i64", "rows": "i32", "count": "i32"},
+        },
+        {"CHOSEN": True, "SLOTS": SLOTS, "BLOCK": 256},
     ),
     (copy_blocks._copy, {"bases": "*i64", "src": "*i64", "dst": "*i64", "size": "i32"}, {"BLOCK": copy_blocks.BLOCK}),
     (

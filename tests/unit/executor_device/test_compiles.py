@@ -28,6 +28,8 @@ def test_kernels_around_a_step_compile_for_hopper(tmp_path: Path) -> None:
     assert [name for _, name, _ in compiled] == [
         "_change",
         "_gather",
+        "_fetch",
+        "_publish",
         "_copy",
         "_copy",
         "_list_blocks",
