@@ -18,7 +18,7 @@ from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
 from engram_runtime.engine.lineage import Mark
 from engram_runtime.engine.request import Request, RestoreOutcome
-from engram_runtime.snapshots.policy.cost import is_close_above
+from engram_runtime.snapshots.policy.cost import is_enough
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 
 WORKERS = 4
@@ -93,8 +93,8 @@ class Restorer:
             return False
         limit = len(request.prompt_ids) - 1
         match = self._cache.match(request.tenant, request.prompt_ids, limit)
-        nothing_longer = bool(turn.candidates) and is_close_above(max(turn.candidates), match.position)
-        if match.position >= limit or (turn.restore_from is None and nothing_longer):
+        enough = turn.restore_from is None and is_enough(match.position, turn.candidates)
+        if match.position >= limit or enough:
             return False
         seconds = self._patience(limit - match.position, rate)
         job = _Job(request, self._cache.lease(match.whole), match, self._clock(), seconds)

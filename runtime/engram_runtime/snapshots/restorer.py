@@ -129,12 +129,14 @@ class Restorer:
             self._from_heads(search)
         if self._worth_asking(search):
             self._from_anchors(search)
+        enough = self._is_enough(search)
         fetched = self._fetch_best(search)
         if fetched is None and search.useless:
-            # An older boundary, which was not looked for while there seemed to be a better one.
             search.found.clear()
-            if not asks:
-                self._from_heads(search)
+        if fetched is None and not asks and (enough or search.useless):
+            self._from_heads(search)  # even if only to be told the head's turn, from which this one is counted
+        if fetched is None and search.useless:
+            # An older boundary, which was not looked for while there seemed to be a better one.
             self._from_anchors(search)
             fetched = self._fetch_best(search)
         if fetched is not None:
@@ -255,12 +257,12 @@ class Restorer:
             raise SnapshotError("it belongs to another model")
         return record
 
+    def _is_enough(self, search: _Search) -> bool:
+        return search.best >= search.limit or cost.is_enough(search.best, search.query.candidates)
+
     def _worth_asking(self, search: _Search) -> bool:
         """Can a tier that must be asked still give more than the asking costs?"""
-        candidates = search.query.candidates
-        if search.best >= search.limit or not self._shared.tiers:
-            return False
-        if candidates and cost.is_close_above(max(candidates), search.best):
+        if self._is_enough(search) or not self._shared.tiers:
             return False
         rate = search.query.prefill_tokens_per_second
         if not rate:

@@ -84,3 +84,17 @@ def test_a_turn_that_is_not_written_yet_is_continued_from_memory(replicas):
         assert answer.status_code == 200, answer.text
         assert answer.json()["engram"]["turn_number"] == turn
     assert service.flush(240)
+
+
+def test_a_turn_of_a_few_tokens_on_another_replica_counts(replicas):
+    """All of it would be computed again sooner than it is looked for, yet it is a turn of the conversation."""
+    messages = []
+    for turn, text in enumerate(("Please tell me about Paris and the book. " * 40, "Yes", "No", "Yes")):
+        messages.append({"role": "user", "content": text})
+        answer = ask(replicas[turn % 2], "", messages=messages, conversation_id="short", max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["engram"]["turn_number"] == turn + 1
+        assert answer.json()["engram"]["branch_name"] == "main"
+        messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+    rows = loopback.get(f"{replicas[0].url}/v1/snapshots", params={"conversation_id": "short"}).json()["data"]
+    assert {row["branch_name"] for row in rows} == {"main"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engram_runtime.snapshots.io.local_store import LocalStore
-from engram_runtime.snapshots.types import Miss
+from engram_runtime.snapshots.types import Fetched, Miss
 from tests.support.snapshots import RecordingStore, World, tokens
 
 PROMPT = tokens(900, seed=41)
@@ -65,3 +65,29 @@ def test_where_memory_was_wrong_the_head_is_asked_after_all(
     assert isinstance(found, Miss)
     assert "KV tokens [0, 700) is not on the store tier" in found.reason
     assert found.head_turn == 7
+
+
+@pytest.mark.parametrize("layout", ["dense", "hybrid"])
+def test_a_short_turn_that_another_replica_answered_is_looked_for(
+    make_world: Callable[..., World], store: RecordingStore, layout: str
+) -> None:
+    """However little it would save: who does not know of it takes its number, and its place on the branch."""
+    world = make_world(layout, disk=False, shared_store=store)
+    first = world.save(PROMPT[:SECOND])
+    other = make_world(layout, disk=False, shared_store=store)
+    short = other.save(PROMPT[: SECOND + 12], turn=2, parent=first.snapshot_id)
+    ends = (SECOND + 24, SECOND + 17, SECOND + 13, SECOND + 12, SECOND + 8, SECOND + 5, SECOND)
+    found, _ = reads(world, store, candidates=ends)
+    world.check(found, short)
+    assert isinstance(found, Fetched)
+    assert found.turn_number == 2
+
+
+def test_a_refused_restore_tells_the_turn_of_the_head(make_world: Callable[..., World], store: RecordingStore) -> None:
+    world = make_world("dense", disk=False, shared_store=store)
+    world.save(PROMPT[:SECOND], turn=7)
+    for candidates in ((SECOND,), (SECOND + 2, SECOND)):
+        found, _ = reads(world, store, candidates=candidates, prefill_tokens_per_second=1e9)
+        assert isinstance(found, Miss)
+        assert "prefill" in found.reason
+        assert found.head_turn == 7

@@ -8,6 +8,7 @@ refusal makes them a little better: a tier that is never asked would never be se
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 LARGE_READ = 1 << 20
 WEIGHT = 0.2
@@ -17,6 +18,9 @@ RELAXATION = 1.1
 DEFAULTS = {"host": (0.0001, 1e10), "disk": (0.0005, 2e9), "store": (0.002, 2e9)}
 FEW_TOKENS, FEW_TIMES = 32, 16
 """So many tokens are little beside a prefix of this many times as many."""
+OWN_PLACES = 3
+"""Most candidates that are a turn's own: where its message begins, which a tool's result does twice, and where it
+ends."""
 
 
 class Speed:
@@ -69,3 +73,14 @@ def is_close_above(position: int, held: int) -> bool:
     """
     more = position - held
     return more <= 0 or (more <= FEW_TOKENS and more * FEW_TIMES <= held)
+
+
+def is_enough(held: int, candidates: Sequence[int]) -> bool:
+    """Whether nobody need be asked for more than the `held` tokens, going by where earlier turns may have ended.
+
+    Not so where more than the turn's own places lie above: a turn that was answered elsewhere may have ended there, and
+    however short it was, whoever goes on without it takes its number and its place on the branch. One token above
+    counts as held: of an answer that was cut off the last one was never forwarded.
+    """
+    above = {position for position in candidates if position > held + 1}
+    return bool(candidates) and len(above) <= OWN_PLACES and is_close_above(max(candidates), held)
