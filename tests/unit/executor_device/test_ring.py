@@ -13,8 +13,10 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.executor.device import gather, pending
+from engram_runtime.executor.device.pending import Pending
 from engram_runtime.executor.device.ring import SLOTS, Ring, fetch_reference, publish_reference
 from engram_runtime.executor.device.staging import Packer
+from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan, StepPlan
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 
@@ -116,3 +118,33 @@ def test_no_decode_waits_for_a_copy(
             decodes += 1
     assert decodes > 30
     engine.close()
+
+
+class Interrupted(BaseException):
+    """As a keyboard's: whoever drives the engine may catch it and go on."""
+
+
+@pytest.mark.parametrize("where", ["recording", "queueing", "queueing several"])
+def test_after_a_step_that_failed_nobody_gets_the_plan_of_another(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ops = load_tiny(make_tiny("llama", tmp_path))
+    executor = make_executor("recorded", model, ops, seqs=2, window=64, tokens=256)
+    blocks = (0, 1), (2, 3)
+    opens = tuple(RowOpen(row, RowSampling(), tuple(range(4, 9))) for row in range(2))
+    prompts = [SequencePlan(row, 0, tuple(range(4, 9)), blocks[row], 0, True) for row in range(2)]
+    executor.submit(StepPlan(0, tuple(prompts), opens=opens))
+    executor.collect()
+
+    def fail(*arguments: object) -> None:
+        raise Interrupted
+
+    decodes = [StepPlan(1 + n, (SequencePlan(0, 5 + n, None, blocks[0], 0, True),)) for n in range(2)]
+    places = {"recording": (model, "forward"), "queueing": (executor._memory, "move")}
+    with monkeypatch.context() as broken:
+        broken.setattr(*places.get(where, (Pending, "expect")), fail)
+        with pytest.raises(Interrupted):
+            executor.submit_together(decodes) if where == "queueing several" else executor.submit(decodes[0])
+    with pytest.raises(RuntimeError, match=r"^a step before this one failed while it was queued"):
+        executor.submit(StepPlan(2, (SequencePlan(1, 5, None, blocks[1], 0, True),)))
+    executor.close()

@@ -100,6 +100,7 @@ class DeviceExecutor:
         self._memory = Memory(ops, self._caches, device)
         self._pending: deque[Pending] = deque()
         self._newest: Done | None = None
+        self._broken = False
         self._graphs = (
             StepGraphs(max_num_seqs, recorder, self._recorded_step, self._rest) if recorder is not None else None
         )
@@ -128,8 +129,8 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step; returns before it has run."""
-        with self._queue():
+        """Queue a step; returns before it has run. RuntimeError after one that could not be queued."""
+        with self._queue_whole():
             pending = self._launch(plan)
             pending.done = self._newest = Done(self._device)
         self._pending.append(pending)
@@ -143,7 +144,7 @@ class DeviceExecutor:
             for plan in plans:
                 self.submit(plan)
             return
-        with self._queue():
+        with self._queue_whole():
             launched = self._launch_together(plans, rows, way, self._graphs)
             done = self._newest = Done(self._device)
         for pending in launched:
@@ -182,6 +183,17 @@ class DeviceExecutor:
         else:
             with torch.cuda.stream(self._stream):
                 yield
+
+    @contextmanager
+    def _queue_whole(self) -> Iterator[None]:
+        """A step, all of it or the last one: after half of one it is not known what the device holds, nor which plan
+        it fetches next, and it might be somebody else's."""
+        if self._broken:
+            raise RuntimeError("a step before this one failed while it was queued: the executor is of no use any more")
+        self._broken = True
+        with self._queue():
+            yield
+        self._broken = False
 
     # One step
 
