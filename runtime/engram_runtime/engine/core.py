@@ -191,7 +191,7 @@ class LLMEngine:
         host. A sequence that turns out to have ended has then one step too many under way, whose token nobody sees.
         """
         self._poll()
-        if self._flight and (self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()):
+        while self._flight and (self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()):
             self._collect()  # whoever would be preempted may just have ended, and whose state would be overwritten
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():

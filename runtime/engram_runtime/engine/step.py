@@ -33,8 +33,9 @@ class ScheduledStep:
     def only_decodes(self) -> bool:
         """Nothing but tokens that follow others, and rows that close."""
         plan = self.plan
-        others = (plan.opens, plan.swap_out, plan.swap_in, plan.block_copies, plan.state_loads, plan.state_saves)
-        return not any(others) and all(s.token_ids is None for s in plan.sequences)
+        swaps = plan.swap_out, plan.swap_in, plan.swap_drop
+        copies = plan.block_copies, plan.state_loads, plan.state_saves
+        return not any((plan.opens, *swaps, *copies)) and all(s.token_ids is None for s in plan.sequences)
 
 
 @dataclass(slots=True)

@@ -89,6 +89,8 @@ class FakeExecutor:
         assert all(other == rows[0] for other in rows), "other sequences in one launch"
         assert all(sequence.token_ids is None for plan in plans for sequence in plan.sequences)
         assert not any(plan.closes for plan in plans[1:])
+        others = ("opens", "swap_out", "swap_in", "swap_drop", "block_copies", "state_loads", "state_saves")
+        assert not any(getattr(plan, name) for plan in plans for name in others), "more than decodes in one launch"
         self.launches.append(len(plans))
         for plan in plans:
             self.submit(plan)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
+from engram_runtime.engine.outputs import Collector
 from engram_runtime.engine.sampling_params import SamplingParams
 from engram_runtime.engine.turns import TurnSpec
 from engram_runtime.executor.plan import CacheGeometry
@@ -169,3 +170,49 @@ def test_what_cannot_be_honoured_is_refused(family: str, kind: str, tmp_path: Pa
 def test_the_number_is_checked(value: int) -> None:
     with pytest.raises(ValueError, match="decode_steps_per_launch must be 1 to 8"):
         EngineConfig("m", decode_steps_per_launch=value)
+
+
+def test_who_has_ended_in_what_was_launched_is_not_preempted(device: type[FakeExecutor]) -> None:
+    """A restore takes the last blocks while a launch is under way, in which an answer ends: it is a turn all the same,
+    and what it held is enough for the other one."""
+    one = Bench(executor=device, snapshots=True, blocks=12, seqs=2, swap=0, decode_steps_per_launch=6)
+    expected = oracle([2, 7, 1, 8, 2, 8], 24)
+    length = next(n for n in range(4, 8) if expected[n - 1] not in expected[: n - 1])
+    stop = [expected[length - 1]]
+    one.engine.add_request("a", PROMPT, SamplingParams(max_tokens=24), turn=TurnSpec(conversation_id="a"))
+    params = SamplingParams(max_tokens=24, stop_token_ids=stop)
+    one.engine.add_request("b", [2, 7, 1, 8, 2, 8], params, turn=TurnSpec(conversation_id="b"))
+    collector = Collector()
+    while not one.executor.launches:
+        for output in one.engine.step():
+            collector.add(output)
+    cache = one.engine._cache
+    blocks = cache.blocks.allocate(cache.blocks.available)
+    assert blocks is not None
+    assert len(blocks) > 0
+    lease = cache.adopt(blocks)
+    for output in one.engine.step():
+        collector.add(output)
+    one.engine.check_integrity()
+    lease.release()
+    done = {**collector.finished, **one.run()}
+    assert done["a", 0].token_ids == oracle(PROMPT, 24)
+    assert done["b", 0].token_ids == expected[:length]
+    assert one.engine.stats().preemptions_recomputed == 0
+    one.after(100.0)
+    assert one.snapshots is not None
+    assert sorted(c.conversation_id for c in one.snapshots.saved if c.boundary == "turn_end") == ["a", "b"]
+    one.engine.close()
+
+
+def test_what_a_swapped_answer_had_on_the_host_is_dropped_before_a_launch(device: type[FakeExecutor]) -> None:
+    one = Bench(executor=device, blocks=8, seqs=2, window=40, decode_steps_per_launch=4)
+    one.engine.add_request("a", PROMPT, SamplingParams(max_tokens=26))
+    one.engine.add_request("b", [2, 7, 1, 8, 2, 8], SamplingParams(max_tokens=26))
+    while not one.engine.stats().swapped:
+        one.engine.step()
+    one.engine.abort("b")
+    before = len(one.executor.launches)
+    assert one.run()["a", 0].token_ids == oracle(PROMPT, 26)
+    assert len(one.executor.launches) > before
+    assert not one.executor.swapped
