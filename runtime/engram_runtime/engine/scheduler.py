@@ -171,18 +171,22 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def go_on(self, step: ScheduledStep, most: int) -> list[ScheduledStep]:
-        """Up to `most` more decodes of the sequences of `step`, while that is all there is to do: nobody waits, nobody
-        reaches its length, and there is a block for each of them without taking it from somebody."""
-        steps: list[ScheduledStep] = []
-        if self._waiting or len(step.work) != len(self._running) or not step.only_decodes:
-            return steps
-        while len(steps) < most and not self.is_short_of_blocks and all(s.may_decode for s in self._running):
-            following = self.schedule()
-            if following is None:
-                raise RuntimeError("decodes that may go on were not planned")
-            steps.append(following)
-        return steps
+    def go_on(self, step: ScheduledStep, more: int) -> list[ScheduledStep]:
+        """`more` decodes of the sequences of `step` behind it, if that is all there is to do: nobody waits, nobody
+        reaches its length in them, and there are blocks for all of it without taking any from somebody. Otherwise none:
+        each number of steps in a launch is a recording of its own."""
+        running = self._running
+        if self._waiting or len(step.work) != len(running) or not step.only_decodes:
+            return []
+        if any(len(s.output_ids) + s.in_flight + more > s.max_new_tokens for s in running):
+            return []
+        if self.cache.blocks.available < len(running) * self.cache.blocks_for(more):
+            return []
+        steps = [self.schedule() for _ in range(more)]
+        planned = [following for following in steps if following is not None]
+        if len(planned) < more:
+            raise RuntimeError("decodes that may go on were not planned")
+        return planned
 
     def _plan_decodes(self, draft: Draft) -> None:
         running, size = Status.RUNNING, self.cache.block_size
