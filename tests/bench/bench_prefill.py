@@ -1,4 +1,4 @@
-"""Prompts through the whole engine: time to the first token, many requests at once, and the seed's own protocol.
+"""Prompts through the whole engine: time to the first token, many requests at once, the original lite_llama's protocol.
 
     make bench-gpu PART=prefill        (or: tests/bench/bench_prefill.py [--models Qwen3-0.6B,...])
 
