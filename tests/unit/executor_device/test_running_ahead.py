@@ -149,26 +149,21 @@ def test_a_warm_up_in_chunks_ends_when_its_last_chunk_has_run(device: type[FakeE
     assert one.executor.read_kv(one.snapshots.saved[0].block_ids, 19, 1)[0, 0, 0, 0, 0] == digest_of(tokens)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "step", "step", "abort"]), st.integers(0, 5), st.integers(1, 3)), max_size=60
-    ),
-    st.sampled_from([Late, Early]),
-    st.booleans(),
-    st.sampled_from([0, 30, 1000]),
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["add", "step", "step", "abort"]), st.integers(0, 5), st.integers(1, 3)), max_size=60
 )
-def test_storms_give_right_answers_and_leak_nothing(
-    actions: list[tuple[str, int, int]], device: type[FakeExecutor], recurrent: bool, swap: int
-) -> None:
-    one = Bench(blocks=10, window=32, seqs=3, budget=8, states=8 if recurrent else 0, swap=swap, executor=device)
+
+
+def storm(one: Bench, actions: list[tuple[str, int, int]], longest: int, stops: slice) -> None:
+    """Requests of up to `longest` tokens come and go; half of them end at one of their tokens `stops`, if it comes."""
     prompts: dict[str, list[int]] = {}
     outputs = []
     for number, (action, which, count) in enumerate(actions):
         if action == "add":
             prompt = [which] * 5 + [number % VOCAB] * (1 + which)
             prompts[f"r{number}"] = prompt
-            stops = oracle(prompt, 6)[4:] if which % 2 else []
-            params = SamplingParams(max_tokens=8, n=count, stop_token_ids=stops)
+            ends = oracle(prompt, longest)[stops] if which % 2 else []
+            params = SamplingParams(max_tokens=longest, n=count, stop_token_ids=ends)
             one.engine.add_request(f"r{number}", prompt, params)
         elif action == "abort" and prompts:
             one.engine.abort(list(prompts)[which % len(prompts)])
@@ -177,9 +172,17 @@ def test_storms_give_right_answers_and_leak_nothing(
         one.engine.check_integrity()
     outputs += one.run().values()
     for output in outputs:
-        expected = oracle(prompts[output.request_id], 8)
+        expected = oracle(prompts[output.request_id], longest)
         assert output.token_ids == expected[: len(output.token_ids)]
         if output.finish_reason == "length":
-            assert len(output.token_ids) == 8
+            assert len(output.token_ids) == longest
     assert one.engine.stats().blocks_used == 0
     assert one.engine.stats().states_used == 0
+
+
+@given(ACTIONS, st.sampled_from([Late, Early]), st.booleans(), st.sampled_from([0, 30, 1000]))
+def test_storms_give_right_answers_and_leak_nothing(
+    actions: list[tuple[str, int, int]], device: type[FakeExecutor], recurrent: bool, swap: int
+) -> None:
+    one = Bench(blocks=10, window=32, seqs=3, budget=8, states=8 if recurrent else 0, swap=swap, executor=device)
+    storm(one, actions, 8, slice(4, 6))

@@ -19,9 +19,9 @@ from engram_runtime.executor.plan import CacheGeometry
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 from tests.unit.engine.conftest import Bench
-from tests.unit.engine.fakes import VOCAB, FakeExecutor, oracle
+from tests.unit.engine.fakes import FakeExecutor, oracle
 from tests.unit.executor_device.test_against_the_host_executor import STYLES, assert_same, prompts_for, serve
-from tests.unit.executor_device.test_running_ahead import Early, Late
+from tests.unit.executor_device.test_running_ahead import ACTIONS, Early, Late, storm
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -96,39 +96,12 @@ def test_nothing_past_a_stop_is_delivered_or_kept(device: type[FakeExecutor]) ->
     assert one.run()["next", 0].token_ids == oracle(following, 3)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "step", "step", "abort"]), st.integers(0, 5), st.integers(1, 3)), max_size=60
-    ),
-    st.sampled_from([LateTogether, EarlyTogether]),
-    st.integers(2, 8),
-    st.sampled_from([0, 30, 1000]),
-)
+@given(ACTIONS, st.sampled_from([LateTogether, EarlyTogether]), st.integers(2, 8), st.sampled_from([0, 30, 1000]))
 def test_storms_give_right_answers_and_leak_nothing(
     actions: list[tuple[str, int, int]], device: type[FakeExecutor], together: int, swap: int
 ) -> None:
     one = Bench(blocks=12, window=40, seqs=3, budget=8, swap=swap, executor=device, decode_steps_per_launch=together)
-    prompts: dict[str, list[int]] = {}
-    outputs = []
-    for number, (action, which, count) in enumerate(actions):
-        if action == "add":
-            prompt = [which] * 5 + [number % VOCAB] * (1 + which)
-            prompts[f"r{number}"] = prompt
-            stops = oracle(prompt, 9)[6:] if which % 2 else []
-            params = SamplingParams(max_tokens=14, n=count, stop_token_ids=stops)
-            one.engine.add_request(f"r{number}", prompt, params)
-        elif action == "abort" and prompts:
-            one.engine.abort(list(prompts)[which % len(prompts)])
-        else:
-            outputs += one.engine.step()
-        one.engine.check_integrity()
-    outputs += one.run().values()
-    for output in outputs:
-        expected = oracle(prompts[output.request_id], 14)
-        assert output.token_ids == expected[: len(output.token_ids)]
-        if output.finish_reason == "length":
-            assert len(output.token_ids) == 14
-    assert one.engine.stats().blocks_used == 0
+    storm(one, actions, 14, slice(6, 9))
 
 
 @pytest.fixture(scope="module")
