@@ -95,7 +95,7 @@ class Request:
             transcript.finish_reason,
             transcript.stop_reason,
             logprobs,
-            transcript.take_prompt_logprobs() if self.params.prompt_logprobs is not None else None,
+            transcript.take_prompt_logprobs(),
             len(self.prompt_ids),
             self.sequences[0].prefix_tokens,
             self.report if finished else None,

@@ -68,17 +68,12 @@ class Draft:
         if row is None:
             raise RuntimeError(f"sequence {sequence.key} is planned without a row")
         self.decodes.append(SequencePlan(row, start, None, sequence.block_ids[:blocks], before or 0, True, after))
-        if after is None:
-            sequence.spare_is_before = False
-        else:
-            sequence.spare_is_before = True
+        sequence.spare_is_before = after is not None
+        if after is not None:
             sequence.state_slot, sequence.spare_slot = after, before
         work = Work(sequence, start, start + 1, row, True)
         self.decode_work.append(work)
-        self.planned.add(sequence)
-        self.budget -= 1
-        sequence.computed = start + 1
-        sequence.in_flight += 1
+        self._note(work)
         return work
 
     def prefill(self, sequence: Sequence, tokens: int, blocks: int, capture_slot: int | None) -> Work:

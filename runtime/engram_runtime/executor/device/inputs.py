@@ -70,8 +70,7 @@ def decode_lines(
         else:
             columns.append(tables.width)
             blocks.append(tables.spare_block)
-            if len(new):
-                more.append(update_lines(sequence.row, first, new))
+            more.append(update_lines(sequence.row, first, new))
     count = len(sequences)
     lines[0, :count] = [sequence.row for sequence in sequences]
     lines[1, :count] = [sequence.start for sequence in sequences]
