@@ -188,7 +188,8 @@ class LLMEngine:
         """Run one step and return what is new; [] when nothing could run (then `wait`).
 
         With an executor that runs ahead, the results are those of the step before: the device never waits for the
-        host. A sequence that turns out to have ended has then one step too many under way, whose token nobody sees.
+        host. A sequence that turns out to have ended has then one step too many under way, or as many as were launched
+        together, whose tokens nobody sees.
         """
         self._poll()
         while self._flight and (self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()):
