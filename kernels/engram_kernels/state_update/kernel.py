@@ -3,8 +3,7 @@
 A program owns BP channels of one head of one sequence, so a state of any size streams through registers. Source:
 selective state update of mamba_ssm. Measured on an H200 (48 x 64 x 128, fp32): 1 / 8 / 64 / 256 sequences in 2.1 / 7.9
 / 52.7 / 202 us (35 / 75 / 90 / 93 % of the copy rate) with 16 channels and one warp a program. A bf16 state is half of
-that to move; rounding it by chance (`rounding.py`) makes 25 instructions an element of 14 (counted in the compiled code
-of 64 channels and 8 warps; not measured on a card).
+that to move, and is rounded by chance (`rounding.py`); what a model gains: docs/performance.md.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Rounded to nearest, a state that forgets slowly would lose every update smaller than half a unit of its own last place
 (bf16: 1/512 of the value), token after token; rounded by chance, such updates arrive as often as their size demands.
-The price is noise: of heads that remember 30, 300 and 3,000 tokens the outputs were 0.9, 2.9 and 5.1 % off (simulated
-with random inputs, 64 x 128), where what they remember is not of one sign.
+The price is noise, the more the longer a head remembers (tests/unit/kernels/test_state_rounding.py lets both drift).
 
 The chance of an element is a hash of the length of its sequence and of its place in the layer's state, and of nothing
 else: not of a slot, a place in the batch or a step's number. So whoever computes a token from the same state gets the
