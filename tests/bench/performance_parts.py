@@ -80,11 +80,10 @@ NOTES = """\
   busy: decode that gains 14 % from saves is not the engine's doing. A run before it, on another machine (commit
   124ffef, without BLAKE3), gave 0.29, 0.40 and 0.52 ms for Granite in the GPU tier and 0.31 and 0.38 for Qwen3-8B;
   3.75, 7.18 and 13.3 ms from the host for Granite and 13.2 and 74.1 for Qwen3-8B. In between, a restore that memory can
-  serve was freed of reading the conversation's head from disk (0.4 ms of the 3.9), and a state's copy begins before the
-  KV's is prepared: what that is worth on a quiet machine was not measured.
+  serve was freed of reading the conversation's head from disk, and a state's copy begins before the KV's is prepared:
+  what that is worth on a quiet machine was not measured.
 - Missed in that run: 0.5 ms in the GPU tier by three of five rows, 45 GB/s from the host but for Qwen3-8B at 26k, a
-  stall of 0.3 ms by Qwen3-8B. Of a 4k restore of Granite that took 3.9 ms, 0.8 went into looking for it, 0.5 into
-  handing it from thread to thread, 2.3 into copying 91 MB (1.64 at the link's rate), 0.2 into registering it.
+  stall of 0.3 ms by Qwen3-8B.
 - Stalls of Qwen3-8B contain 0.2 ms by which its 16 sequences make twenty steps longer than the twenty before; the
   script takes that off now, and has not been run since.
 - With SHA-256 Granite's saves were found after 15 to 18 ms, with BLAKE3 after 5 to 6.
