@@ -27,7 +27,8 @@ Made from the JSON files under [tests/bench/results](../tests/bench/results) by
 
 Milliseconds per output token, prompt 512, 128 generated: `make bench-gpu PART=decode`
 ([decode.json](../tests/bench/results/decode.json)). *Whole step* is the same step as one recorded graph without an
-engine ([step.json](../tests/bench/results/step.json), `python tests/bench/bench_step.py`). *Sampled* draws with top-p.
+engine ([step.json](../tests/bench/results/step.json), `python tests/bench/bench_step.py`). *4 a launch* is with
+`--decode-steps-per-launch 4`, which models with recurrent state do not take. *Sampled* draws with top-p.
 
 {decode}
 
@@ -93,10 +94,13 @@ def render(decode: Mapping[str, Any], step: Mapping[str, Any], kernels: Mapping[
         environment=f"torch {environment['torch']}, Triton {environment['triton']}, Python {environment['python']}, "
         "dates in the tables",
         decode=table(
-            ["model", "batch", "TPOT", "p95", "% of floor", "whole step", "vLLM", "sampled", "first token", "date"],
+            [
+                *("model", "batch", "TPOT", "p95", "% of floor", "whole step", "4 a launch", "vLLM", "sampled"),
+                *("first token", "date"),
+            ],
             [
                 [row[key] for key in ("model", "batch", "tpot_ms", "p95_ms", "percent_of_floor")]
-                + [row["graph_ms"], row["vllm_ms"] or "-"]
+                + [row["graph_ms"], row.get("launch4_tpot_ms", "-"), row["vllm_ms"] or "-"]
                 + [row[key] for key in ("sampled_tpot_ms", "turn_ttft_ms", "date")]
                 for row in decode["results"]
             ],
