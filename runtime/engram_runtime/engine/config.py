@@ -90,9 +90,19 @@ class EngineConfig:
             raise ValueError(f"state_slots must be >= max_num_seqs ({self.max_num_seqs}), got {self.state_slots}")
         self._refuse_what_is_not_built()
 
+    def check_steps_together(self, most: int) -> None:
+        """ValueError when no more than `most` decode steps can be launched as one, and more are asked for."""
+        if self.decode_steps_per_launch > max(1, most):
+            raise ValueError(
+                f"decode_steps_per_launch={self.decode_steps_per_launch} cannot be honoured: it takes recorded steps "
+                "on a GPU and a model without recurrent state"
+            )
+
     def _refuse_what_is_not_built(self) -> None:
         if self.device == "cpu" and self.use_cuda_graph:
             raise ValueError("use_cuda_graph=True cannot be honoured: there are no CUDA graphs on a CPU")
+        if self.device == "cpu" or self.use_cuda_graph is False:
+            self.check_steps_together(1)
         if self.device == "cpu" and self.gpu_memory_utilization is not None:
             raise ValueError(f"gpu_memory_utilization is for GPUs, device is cpu; got {self.gpu_memory_utilization}")
         if self.tensor_parallel_size != 1:

@@ -56,11 +56,7 @@ class LLMEngine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         geometry = executor.geometry
-        if config.decode_steps_per_launch > max(1, executor.steps_together):
-            raise ValueError(
-                f"decode_steps_per_launch={config.decode_steps_per_launch} cannot be honoured: it takes recorded steps "
-                "on a GPU and a model without recurrent state"
-            )
+        config.check_steps_together(executor.steps_together)
         self.config = config
         self.executor = executor
         self.snapshots = snapshots

@@ -24,11 +24,14 @@ from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.device.graphs import why_not_recorded
 from engram_runtime.executor.executor import Executor
 from engram_runtime.executor.memory import CacheRequest, free_memory, plan_caches
+from engram_runtime.executor.plan import MOST_STEPS_TOGETHER
 from engram_runtime.executor.transfer import state_layout
+from engram_runtime.layers.weights import Build
 from engram_runtime.loader.config import load_config, resolve_dtype
 from engram_runtime.loader.digest import weights_digest
 from engram_runtime.loader.model import load_model
 from engram_runtime.loader.tokenizer import eos_ids, load_tokenizer
+from engram_runtime.models.registry import model_class
 from engram_runtime.models.spec import ModelSpec
 from engram_runtime.settings import Settings
 from engram_runtime.snapshots.policy.identity import state_abi
@@ -58,6 +61,12 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def has_state(model_config: Any, ops: Ops, dtype: torch.dtype) -> bool:
+    """Whether the model of a config has recurrent state; nothing is allocated or read for it."""
+    build = Build(ops, torch.device("meta"), dtype)
+    return model_class(model_config.model_type)(model_config, build, max_positions=1).spec.state is not None
+
+
 def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedModel:
     """Load a checkpoint folder. Raises CheckpointError, ValueError, BackendUnavailable."""
     start = StartUp()
@@ -73,6 +82,10 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
     unrecorded = why_not_recorded(device, dtype, config.op_overrides, registry)
     if config.use_cuda_graph and unrecorded is not None:
         raise ValueError(f"use_cuda_graph=True cannot be honoured: {unrecorded}")
+    record = unrecorded is None and config.use_cuda_graph is not False
+    if config.decode_steps_per_launch > 1:
+        may = record and not has_state(model_config, ops, dtype)
+        config.check_steps_together(MOST_STEPS_TOGETHER if may else 1)
     tokenizer = load_tokenizer(config.tokenizer or path)
     with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not config.progress) as bar:
 
@@ -106,7 +119,7 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
             device,
             max_num_batched_tokens=config.max_num_batched_tokens,
             utilization=config.gpu_memory_utilization,
-            record=unrecorded is None and config.use_cuda_graph is not False,
+            record=record,
         )
     else:
         executor = Executor(model, ops, plan_caches(model.spec, request, free_memory(device)), device)

@@ -45,3 +45,11 @@ def test_an_unknown_device_is_refused() -> None:
 def test_what_is_off_by_default_may_be_said() -> None:
     config = EngineConfig("m", use_cuda_graph=False, tensor_parallel_size=1, quantization=None)
     assert config.max_num_seqs == 64
+
+
+@pytest.mark.parametrize("option", [{"device": "cpu"}, {"use_cuda_graph": False}])
+def test_steps_together_take_recorded_steps(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^decode_steps_per_launch=2 cannot be honoured"):
+        EngineConfig("m", decode_steps_per_launch=2, **option)
+    assert EngineConfig("m", decode_steps_per_launch=1, **option).decode_steps_per_launch == 1
+    assert EngineConfig("m", decode_steps_per_launch=2).decode_steps_per_launch == 2

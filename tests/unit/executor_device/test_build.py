@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engram_runtime.engine import loading
 from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.loading import load
+from engram_runtime.errors import CheckpointError
 from engram_runtime.executor.device.build import heaviest_plans
 from engram_runtime.executor.memory import CacheRequest, plan_caches
 from tests.support.device_step import load_tiny, make_executor
@@ -48,3 +50,32 @@ def test_what_needs_a_gpu_is_refused_by_name_without_one(option: dict[str, objec
     config = EngineConfig(str(path), progress=False, **option)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"^{next(iter(option))}"):
         load(config)
+
+
+TOGETHER = r"^decode_steps_per_launch=4 cannot be honoured"
+
+
+def without_weights(family: str, path: Path) -> EngineConfig:
+    """Four steps a launch of a checkpoint whose weights cannot be read."""
+    make_tiny(family, path)
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"no weights")
+    return EngineConfig(str(path), progress=False, decode_steps_per_launch=4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_steps_together_are_refused_without_a_gpu_before_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=TOGETHER):
+        load(without_weights("qwen3", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "error", "message"), [("granite", ValueError, TOGETHER), ("qwen3", CheckpointError, "safetensors")]
+)
+def test_steps_together_are_refused_for_recurrent_state_before_weights_are_read(
+    family: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps can be recorded; a dense model comes as far as its weights."""
+    monkeypatch.setattr(loading, "why_not_recorded", lambda *_: None)
+    with pytest.raises(error, match=message):
+        load(without_weights(family, tmp_path))
