@@ -38,6 +38,7 @@ class ContinuousBatchingEngine:
         dtype: str = "auto",
         state_dtype: str = "float32",
         use_cuda_graph: bool | None = None,
+        decode_steps_per_launch: int = 1,
         quantization: str | None = None,
         tensor_parallel_size: int = 1,
         seed: int | None = None,
@@ -45,7 +46,8 @@ class ContinuousBatchingEngine:
         registry: Registry | None = None,
     ) -> Self:
         """Load a checkpoint folder. `max_gpu_num_blocks` is the size of the KV cache in tokens (the name is the one
-        users of this API know). Raises CheckpointError, and ValueError naming what cannot be honoured."""
+        users of this API know). With `decode_steps_per_launch` > 1 a `step` may return as many outputs per sequence.
+        Raises CheckpointError, and ValueError naming what cannot be honoured."""
         config = EngineConfig(
             model=model,
             tokenizer=tokenizer,
@@ -57,6 +59,7 @@ class ContinuousBatchingEngine:
             dtype=dtype,
             state_dtype=state_dtype,
             use_cuda_graph=use_cuda_graph,
+            decode_steps_per_launch=decode_steps_per_launch,
             quantization=quantization,
             tensor_parallel_size=tensor_parallel_size,
             seed=seed,
@@ -87,7 +90,7 @@ class ContinuousBatchingEngine:
         return name
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; every sequence that gained a token or ended has one output."""
+        """Run one step; every sequence has an output for each token that it gained, or for its end."""
         return self._engine.step()
 
     def abort(self, request_id: str) -> None:

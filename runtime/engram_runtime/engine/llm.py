@@ -20,8 +20,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model and its engine. Prompts are texts or lists of token ids.
 
-    `max_gpu_num_blocks` is the size of the KV cache in tokens. Raises CheckpointError, and ValueError naming an
-    argument that this backend cannot honour.
+    `max_gpu_num_blocks` is the size of the KV cache in tokens, `decode_steps_per_launch` as in `EngineConfig`. Raises
+    CheckpointError, and ValueError naming an argument that this backend cannot honour.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class LLM:
         state_dtype: str = "float32",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        decode_steps_per_launch: int = 1,
         seed: int | None = None,
         progress: bool = True,
         registry: Registry | None = None,
@@ -58,6 +59,7 @@ class LLM:
             dtype=dtype,
             state_dtype=state_dtype,
             use_cuda_graph=use_cuda_graph,
+            decode_steps_per_launch=decode_steps_per_launch,
             quantization=quantization,
             tensor_parallel_size=tensor_parallel_size,
             seed=seed,

@@ -124,6 +124,8 @@ async def test_async_engine_from_pretrained(path: str) -> None:
     ("options", "message"),
     [
         ({"use_cuda_graph": True}, "use_cuda_graph"),
+        ({"decode_steps_per_launch": 9}, "decode_steps_per_launch must be 1 to 8"),
+        ({"decode_steps_per_launch": 2}, "decode_steps_per_launch=2 cannot be honoured"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"quantization": "int8"}, "quantization"),
