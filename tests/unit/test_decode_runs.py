@@ -28,7 +28,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Bench]:
         now[0] += STEP_SECONDS
 
     def make(steps: int) -> Bench:
-        one = Bench(executor=LateTogether, decode_steps_per_launch=steps)
+        one = Bench(executor=LateTogether, seqs=6, decode_steps_per_launch=steps)
         one.executor.tick = tick
         return one
 
@@ -52,6 +52,25 @@ def test_steps_in_which_somebody_has_nothing_are_not_measured(timed: Callable[[i
         answers, intervals = bench_decode.generate(timed(steps).engine, PROMPTS, params)
         assert [len(answer) for answer in answers] == list(lengths)
         assert 0 < len(intervals) <= most
+
+
+def test_a_run_has_the_steps_of_the_one_that_warms_it_up_however_many_are_launched_together(
+    timed: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what one has recorded serves the other, and rounding cannot differ; the prompts start one after the other."""
+    monkeypatch.setattr(bench_decode, "PROMPT", 12)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=12))  # so few that first tokens drawn would meet
+    runs = []
+    for steps in (1, 4):
+        one = timed(steps)
+        for seed in (1, 2):
+            one.executor.history.clear()
+            bench_decode.generate(one.engine, bench_decode.prompts_for(model, 6, seed), [bench_decode.greedy(20)] * 6)
+            plans = one.executor.history
+            runs.append([[(work.start, work.num_tokens) for work in plan.sequences] for plan in plans])
+        assert (4 in one.executor.launches) == (steps == 4)
+    assert len({len(plan) for plan in runs[0]}) > 1
+    assert runs[1:] == runs[:1] * 3
 
 
 @pytest.fixture(scope="module")
