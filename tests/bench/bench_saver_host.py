@@ -36,6 +36,7 @@ from engram_runtime.engine import process
 from engram_runtime.engine.intake import packed
 from engram_runtime.executor.device import transfer as transfers
 from engram_runtime.executor.device.arena import HostArena
+from engram_runtime.executor.device.arrivals import Arrivals
 from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.models.caches import Caches
 from engram_runtime.snapshots.io import digest
@@ -78,7 +79,8 @@ def make_transfer(layout: StateLayout) -> DeviceTransfer:
         for spec in (layout.states.get(name, TensorSpec((1,), "float32")) for name in ("ssm", "conv"))
     )
     caches = Caches(kv, ssm if layout.states else None, conv if layout.states else None)
-    transfer = DeviceTransfer(Ops.bind("cpu", torch.bfloat16), caches, torch.device("cpu"), lambda: None)
+    cpu = torch.device("cpu")
+    transfer = DeviceTransfer(Ops.bind("cpu", torch.bfloat16), caches, cpu, lambda: None, Arrivals(len(caches.kv), cpu))
     transfer._rows, transfer._checksum = NoRows(), no_checksum
     transfer._arena = HostArena(HOST_BYTES, lambda address, nbytes: None, lambda address: None)
     transfer._arena.wait()

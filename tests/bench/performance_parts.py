@@ -141,12 +141,16 @@ def render(
             ],
         ),
         restore=table(
-            ["model", "tokens", "tier", "MB", "restore ms", "worst", "GB/s", "% of floor", "first token ms"],
+            [
+                *("model", "tokens", "tier", "MB", "restore ms", "worst", "GB/s", "% of floor", "first token ms"),
+                "started after it",
+            ],
             [
                 [
                     *rows([row], "model", "tokens", "tier")[0],
                     _shown(round(row["bytes"] / 1e6) if "bytes" in row else None),
                     *rows([row], "restore_ms", "worst_ms", "gb_per_s", "percent_of_floor", "ttft_ms")[0],
+                    *rows([row], "ttft_after_all_ms")[0],
                 ]
                 for row in restore["restore"]
             ],

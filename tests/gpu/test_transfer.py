@@ -14,6 +14,7 @@ from engram_kernels.checksum.reference import checksum as checksum_reference
 from engram_kernels.checksum.reference import new_keys
 from engram_kernels.gather_kv.reference import gather_kv
 from engram_runtime.errors import SnapshotError
+from engram_runtime.executor.device.arrivals import Arrivals
 from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.models.caches import Caches
 
@@ -26,7 +27,9 @@ def moved() -> Iterator[tuple[DeviceTransfer, Caches]]:
     kv = [torch.randn(2, BLOCKS, HEADS, 16, DIM, device=CUDA).to(torch.bfloat16) for _ in range(6)]
     ssm, conv = torch.randn(5, 36, 48, 64, 128, device=CUDA), torch.randn(5, 36, 3328, 3, device=CUDA).bfloat16()
     caches = Caches(kv, ssm, conv)
-    transfer = DeviceTransfer(Ops.bind(CUDA, torch.bfloat16), caches, CUDA, lambda: None)
+    transfer = DeviceTransfer(
+        Ops.bind(CUDA, torch.bfloat16), caches, CUDA, lambda: None, Arrivals(len(caches.kv), CUDA)
+    )
     assert transfer.reserve(2 << 30).wait(60)
     yield transfer, caches
     transfer.close()

@@ -45,6 +45,7 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
         },
         {"batch": 8, "stride": 300, "PAGE": gather.PAGE_TOKENS, "BLOCK": gather.BLOCK},
     ),
+    (gather._hold, {"reached": "*i64", "ticket": "*i64", "gate": "i32"}, {}),
     (
         gather._fetch,
         {"plans": "*i64", "tick": "*i64", "plan": "*i64", "words": "i32", "count": "i32"},

@@ -202,6 +202,15 @@ class _NoDevice:
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         raise SnapshotError("there is no device here")
 
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
+        raise SnapshotError("there is no device here")
+
     def settle(self) -> None:
         """Nothing was written."""
 

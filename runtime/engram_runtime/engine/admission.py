@@ -23,6 +23,11 @@ class Admission:
         """Memory for a new (or restarted) sequence; `reserve` blocks are to stay available for those who decode."""
         if self.cache.blocks.available <= reserve and not sequence.background:
             return False  # looking for a prefix costs time, and there is not even room for one block
+        if sequence.arriving is not None:
+            if not self._start_from(draft, sequence, sequence.arriving.match, reserve, owned=True):
+                return False
+            draft.after = sequence.arriving.ticket
+            return True
         # One prompt token is always left to forward, since its logits start the output. A background sequence samples
         # nothing and may find everything.
         limit = sequence.total if sequence.background else sequence.total - 1
@@ -39,9 +44,10 @@ class Admission:
         # Where nobody else holds memory that must not keep it waiting for ever.
         return reserve == 0 and match.position > 0 and self._start_from(draft, sequence, Match(), reserve)
 
-    def _start_from(self, draft: Draft, sequence: Sequence, match: Match, reserve: int) -> bool:
+    def _start_from(self, draft: Draft, sequence: Sequence, match: Match, reserve: int, *, owned: bool = False) -> bool:
+        """owned: a block that is full in part need not be copied, since nobody else goes on writing in it."""
         cache, size = self.cache, self.cache.block_size
-        whole = match.position // size
+        whole = len(match.blocks) if owned else match.position // size
         shared, partial = match.blocks[:whole], match.blocks[whole:]
         # With one block for the first token beyond, so that no decode has to preempt right after its prefill.
         ahead = min(sequence.total + 1, cache.blocks.size * size)
@@ -86,6 +92,13 @@ class Admission:
             sequence.prefix_tokens = min(match.position, len(sequence.prompt_ids))
             sequence.high_water = match.position
             self.prefix_hit_tokens += sequence.prefix_tokens
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Forget the start of a sequence, and what was computed from there."""
+        self.prefix_hit_tokens -= sequence.prefix_tokens
+        sequence.computed = sequence.high_water = 0
+        sequence.prefix_tokens = sequence.prefilled_tokens = sequence.recomputed_tokens = 0
+        sequence.match = sequence.arriving = sequence.chain.spot = None
 
     def swap_back(self, draft: Draft, sequence: Sequence, handle: int, reserve: int) -> bool:
         """Memory for a swapped sequence and the copies that fill it."""

@@ -105,6 +105,8 @@ class LLMEngine:
         self._flight: deque[tuple[ScheduledStep, float]] = deque()
         """Steps submitted and not collected, with the time they were submitted."""
         self._collected = 0.0
+        self._void: list[Sequence] = []
+        """Started from a prefix that did not arrive soundly; they begin anew when no step with them is under way."""
 
     # Requests
 
@@ -188,8 +190,12 @@ class LLMEngine:
         together, whose tokens nobody sees.
         """
         self._poll()
-        while self._flight and (self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()):
+        while self._flight and (
+            self._void or self._scheduler.is_short_of_blocks or not self._scheduler.may_run_ahead()
+        ):
             self._collect()  # whoever would be preempted may just have ended, and whose state would be overwritten
+        while self._void:
+            self._scheduler.restart(self._void.pop())
         step = self._scheduler.schedule()
         for sequence in self._scheduler.complete_background():
             self._finish_warm(sequence)
@@ -222,10 +228,21 @@ class LLMEngine:
     def _collect(self) -> None:
         """Take the results of the oldest step that was submitted."""
         step, submitted = self._flight.popleft()
-        self._process(step, self.executor.collect())
+        result = self.executor.collect()
+        self._await_arrivals(step)
+        self._process(step, result)
         now = self._clock()
         self._meter.step(step, now - max(submitted, self._collected))
         self._collected = now
+
+    def _await_arrivals(self, step: ScheduledStep) -> None:
+        """What the step has computed counts once the prefixes that it started from are known to be sound."""
+        for work in step.work:
+            sequence = work.sequence
+            while sequence.arriving is not None and sequence in self._owners and sequence not in self._void:
+                self._wake.wait()
+                self._wake.clear()
+                self._poll()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until a worker thread posted something, a deadline passed, or `timeout` seconds are over."""
@@ -250,11 +267,18 @@ class LLMEngine:
         self._boundaries.flush(due_only=True)
         while not self._released.empty():
             self._released.get().release()
-        for request in self._restorer.poll() if self._restorer is not None else ():
+        if self._restorer is None:
+            return
+        for request in self._restorer.poll(alone=not self._scheduler.has_work):
+            sequence = request.first
             if request.restore is not None:
                 self._meter.restored(request.restore)
-            if request.first.status is Status.RESTORING:
-                self._scheduler.add(request.first)
+                if sequence.arriving is not None and not request.restore.position:
+                    self._void.append(sequence)
+                else:
+                    sequence.arriving = None
+            if sequence.status is Status.RESTORING:
+                self._scheduler.add(sequence)
 
     def _note_admissions(self, step: ScheduledStep) -> None:
         if not step.plan.opens:
@@ -272,7 +296,7 @@ class LLMEngine:
         now, owners = self._clock(), self._owners
         for work in step.work:
             owner = owners.get(work.sequence)
-            if owner is not None:
+            if owner is not None and work.sequence.arriving is None:
                 self._after_work(*owner, work, result, now)
             if work.capture_slot is not None:
                 self._cache.states.release((work.capture_slot,))
@@ -314,7 +338,10 @@ class LLMEngine:
         if sequence not in self._owners:
             return
         complete = reason in ("stop", "length")
-        if sequence.status is Status.RUNNING and not sequence.background:
+        running = sequence.status is Status.RUNNING and not sequence.background
+        if sequence.arriving is not None and self._restorer is not None:
+            self._restorer.abandon(request)  # what it has computed may be unsound: nobody gets it
+        elif running:
             # A step that runs ahead has fed the last token already; the sequence ends before it all the same.
             sequence.computed = min(sequence.computed, sequence.known - 1)
             slot = self._scheduler.take_state(sequence)

@@ -3,6 +3,10 @@
 A job goes find (worker) -> take memory (engine) -> write (worker) -> register (engine); then the request is admitted
 like any other prefix hit. Blocks that the GPU tier already has stay leased meanwhile, so only what is missing moves.
 Whatever goes wrong ends in an ordinary prefill that says why. A recurrent model gets KV and state together or nothing.
+
+Where nobody else is served, the request need not wait for the end of the copy: it may start as soon as most of it is
+queued, and its first step follows the copy layer by layer. The others would wait for that step, too. What it computes
+before the copy has turned out to be sound is shown to nobody, and computed again if it has not.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from engram_runtime.cache.manager import CacheManager, Lease
 from engram_runtime.cache.prefix_index import Match
 from engram_runtime.engine.lineage import Mark
 from engram_runtime.engine.request import Request, RestoreOutcome
+from engram_runtime.engine.sequence import Arriving, Status
 from engram_runtime.snapshots.policy.cost import is_enough
 from engram_runtime.snapshots.types import Fetched, KVTransfer, Miss, RestoreQuery, Snapshots
 
@@ -39,7 +44,11 @@ class _Job:
     taken: Lease | None = None
     """Blocks and slot that receive the snapshot."""
     block_ids: array[int] = field(default_factory=lambda: array("i"))
+    ticket: int = 0
+    """Its number while it is copied."""
     abandoned: bool = False
+    started_early: bool = False
+    """Its request runs while the rest is copied."""
 
     @property
     def deadline(self) -> float:
@@ -72,7 +81,8 @@ class Restorer:
         ]
         for worker in self._workers:
             worker.start()
-        self._done: queue.SimpleQueue[tuple[_Job, Fetched | Miss | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Job, Fetched | Miss | int | None]] = queue.SimpleQueue()
+        """What a worker found, the number of a restore that is on its way, None for one that is there."""
         self._jobs: list[_Job] = []
 
     def _work(self) -> None:
@@ -129,32 +139,40 @@ class Restorer:
 
     def _write(self, job: _Job, fetched: Fetched) -> None:
         start = len(job.match.whole) * self._cache.block_size
+        pieces = []
+        for first, packed in fetched.kv:
+            skip = max(0, start - first)
+            count = min(packed.shape[3], fetched.position - first)
+            if skip < count:
+                pieces.append((first + skip, packed[:, :, :, skip:count]))
+        slot = None if job.taken is None else job.taken.state_slot
         try:
             try:
-                # The state first: its copy needs no preparation, and is long enough to hide that of the KV's.
-                if job.taken is not None and job.taken.state_slot is not None:
-                    self._transfer.write_state(job.taken.state_slot, fetched.state or {})
-                for first, packed in fetched.kv:
-                    skip = max(0, start - first)
-                    count = min(packed.shape[3], fetched.position - first)
-                    if skip < count:
-                        self._transfer.write_kv(job.block_ids, first + skip, packed[:, :, :, skip:count])
+                self._post(job, self._transfer.write(job.block_ids, pieces, slot, fetched.state or {}))
             finally:
                 self._transfer.settle()  # also after trouble: the blocks go back, and nothing may still write there
             self._post(job, None)
         except Exception as error:  # a damaged tensor must end in a prefill, not in a dead engine
             self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))
 
-    def _post(self, job: _Job, result: Fetched | Miss | None) -> None:
+    def _post(self, job: _Job, result: Fetched | Miss | int | None) -> None:
         self._done.put((job, result))
         self._wake()
 
-    def poll(self) -> list[Request]:
-        """Requests whose restore is over, with `restore` set; call it regularly from the engine thread."""
+    def poll(self, *, alone: bool) -> list[Request]:
+        """Requests to go on with; call it regularly from the engine thread.
+
+        Those whose restore is over, with `restore` set. With `alone` also one whose copy is under way, if no other
+        restore is: its first sequence is `arriving`, and it comes again when the copy is over.
+        """
         ready: list[Request] = []
+        early: _Job | None = None
         while not self._done.empty():
             job, result = self._done.get()
-            if job.abandoned:
+            if isinstance(result, int):
+                job.ticket = result
+                early = job if alone and not job.abandoned and len(self) == 1 else None
+            elif job.abandoned:
                 self._forget(job)
             elif isinstance(result, Fetched):
                 reason = self._take(job, result)
@@ -166,9 +184,12 @@ class Restorer:
                 ready.append(self._fail(job, result))
             else:
                 ready.append(self._register(job))
+        if early is not None and early in self._jobs:  # it is not over already
+            self._start_early(early)
+            ready.append(early.request)
         now = self._clock()
         for job in self._jobs:
-            if not job.abandoned and now > job.deadline:
+            if not job.abandoned and not job.started_early and now > job.deadline:
                 job.abandoned = True
                 job.request.restore = RestoreOutcome(
                     gpu_position=job.match.position,
@@ -179,7 +200,8 @@ class Restorer:
         return ready
 
     def next_deadline(self) -> float | None:
-        return min((job.deadline for job in self._jobs if not job.abandoned), default=None)
+        waiting = (job for job in self._jobs if not job.abandoned and not job.started_early)
+        return min((job.deadline for job in waiting), default=None)
 
     def abandon(self, request: Request) -> None:
         """The request ended; what a worker still delivers for it is thrown away."""
@@ -216,23 +238,23 @@ class Restorer:
         job.block_ids = whole + blocks
         return None
 
+    def _start_early(self, job: _Job) -> None:
+        fetched, taken = _written(job)
+        marks = ((fetched.position, _mark(fetched)), *job.match.marks)
+        match = Match(fetched.position, job.block_ids, taken.state_slot, job.match.whole, marks)
+        job.request.first.arriving = Arriving(job.ticket, match)
+        job.started_early = True
+
     def _register(self, job: _Job) -> Request:
-        fetched, taken, request = job.fetched, job.taken, job.request
-        if fetched is None or taken is None:
-            raise RuntimeError("a restore was written before its memory was taken")
+        request = job.request
+        fetched, taken = _written(job)
         tokens = request.prompt_ids[: fetched.position]
         chain = request.first.chain
         spot = self._cache.register(chain, tokens, job.block_ids, fetched.position, partial=True)
         if spot is not None:
-            mark = Mark(
-                boundary=fetched.boundary,
-                conversation_id=fetched.conversation_id,
-                branch_name=fetched.branch_name,
-                turn_number=fetched.turn_number,
-                snapshot_id=fetched.snapshot_id,
-            )
-            self._cache.record(spot, fetched.position, taken.state_slot, mark)
-        request.first.lease = self._cache.lease(job.block_ids, taken.state_slot)
+            self._cache.record(spot, fetched.position, taken.state_slot, _mark(fetched))
+        if request.first.status in (Status.RESTORING, Status.WAITING):
+            request.first.lease = self._cache.lease(job.block_ids, taken.state_slot)
         request.restore = RestoreOutcome(
             position=fetched.position,
             gpu_position=job.match.position,
@@ -269,3 +291,19 @@ class Restorer:
             worker.join(CLOSE_SECONDS)
         for job in list(self._jobs):
             self._forget(job)
+
+
+def _written(job: _Job) -> tuple[Fetched, Lease]:
+    if job.fetched is None or job.taken is None:
+        raise RuntimeError("a restore was written before its memory was taken")
+    return job.fetched, job.taken
+
+
+def _mark(fetched: Fetched) -> Mark:
+    return Mark(
+        boundary=fetched.boundary,
+        conversation_id=fetched.conversation_id,
+        branch_name=fetched.branch_name,
+        turn_number=fetched.turn_number,
+        snapshot_id=fetched.snapshot_id,
+    )

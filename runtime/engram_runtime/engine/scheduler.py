@@ -135,6 +135,14 @@ class Scheduler:
         self._drop_lease(sequence)
         sequence.status = Status.FINISHED
 
+    def restart(self, sequence: Sequence) -> None:
+        """Let a sequence whose prefix did not arrive soundly begin anew; no step with it is under way."""
+        if sequence.status is Status.FINISHED:
+            return
+        self.finish(sequence)
+        self.admission.take_back(sequence)
+        _file(self._waiting, sequence, Status.WAITING)
+
     def take_state(self, sequence: Sequence) -> int | None:
         """Hand the state at `computed` over to the caller (who releases it): the sequence is about to finish.
 
@@ -383,7 +391,8 @@ class Scheduler:
             sequence = work.sequence
             sequence.in_flight -= work.samples
             sequence.high_water = max(sequence.high_water, work.end)
-            if work.end // size > work.start // size and sequence.status is Status.RUNNING:
+            filled = work.end // size > work.start // size
+            if filled and sequence.status is Status.RUNNING and sequence.arriving is None:
                 self.cache.register_from(sequence.chain, sequence.token_ids, sequence.block_ids, work.end)
 
     def check_integrity(self) -> None:

@@ -20,6 +20,16 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A prefix that is still being copied to the device, into blocks that nobody else uses."""
+
+    ticket: int
+    """See `StepPlan.after`."""
+    match: Match
+    """All of `blocks` are the sequence's to go on writing in; `state` is to be kept as it is."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the `n` sequences of a request.
@@ -64,6 +74,8 @@ class Sequence:
     chain: Chain = field(init=False)
     lease: Lease | None = None
     """Keeps a restored prefix until admission."""
+    arriving: Arriving | None = None
+    """It may start from this at once; what it computes counts only when the prefix has turned out to be sound."""
     swap_handle: int | None = None
     admitted: float | None = None
     match: Match | None = None

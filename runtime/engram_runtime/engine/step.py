@@ -57,6 +57,7 @@ class Draft:
     held_blocks: list[int] = field(default_factory=list)
     held_states: list[int] = field(default_factory=list)
     planned: set[Sequence] = field(default_factory=set)
+    after: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -120,5 +121,6 @@ class Draft:
             block_copies=tuple(self.block_copies),
             state_loads=tuple(self.state_loads),
             state_saves=tuple(self.state_saves),
+            after=self.after,
         )
         return ScheduledStep(plan, self.decode_work + self.chunk_work, self.held_blocks, self.held_states)

@@ -131,6 +131,8 @@ class StepPlan:
     """Checkpoint slot to running slot, before the forward pass."""
     state_saves: tuple[Copy, ...] = ()
     """Running slot to checkpoint slot, after the forward pass."""
+    after: int = 0
+    """A restore that may still be on its way into blocks and slots of this step (see `KVTransfer.write`); 0: none."""
 
     @property
     def num_tokens(self) -> int:

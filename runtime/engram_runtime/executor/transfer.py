@@ -58,6 +58,20 @@ class CacheTransfer:
         for cache, value in self._checked_state(tensors):
             cache[slot].copy_(value)
 
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
+        """As `KVTransfer.write`; here all of it is there at once."""
+        if state_slot is not None:
+            self.write_state(state_slot, state)
+        for first, packed in kv:
+            self.write_kv(block_ids, first, packed)
+        return 0
+
     def settle(self) -> None:
         """Until what this thread wrote is there: here it is there at once."""
 

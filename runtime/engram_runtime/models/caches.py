@@ -18,6 +18,10 @@ class Caches:
     conv: Tensor | None = None
     """[slots, layers, C, W - 1]."""
 
+    def pages(self, layer: int) -> Tensor:
+        """[2, NB, K, 16, D] of one attention layer, about to be read and written."""
+        return self.kv[layer]
+
     def state(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one recurrent layer: ssm[slots, H, P, N] and conv[slots, C, W - 1]."""
         if self.ssm is None or self.conv is None:

@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
         else:
             h, residual = self.input_norm.add(x, residual, self.residual_scale)
         if isinstance(self.mixer, Attention):
-            mixed = self.mixer(h, step.whole, caches.kv[self.cache_index])
+            mixed = self.mixer(h, step.whole, caches.pages(self.cache_index))
         else:
             mixed = self.mixer(h, step, *caches.state(self.cache_index))
         h, residual = self.post_norm.add(mixed, residual, self.residual_scale)

@@ -75,6 +75,19 @@ class KVTransfer(Protocol):
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         """The inverse of read_state."""
 
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
+        """All of a restore: (first token, packed) pieces as of `write_kv`, and a state unless `state_slot` is None.
+
+        Returns, before all of it is there, a number to give to the step that reads it (`StepPlan.after`); 0 when
+        nothing has to be waited for. `settle` is still to be called.
+        """
+
     def settle(self) -> None:
         """Returns when what the calling thread wrote is there. SnapshotError when its bytes were damaged on the host,
         as far as the device can tell (see HostMemory)."""

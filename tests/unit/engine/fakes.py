@@ -192,6 +192,19 @@ class FakeExecutor:
         for offset, value in enumerate(packed[0, 0, 0, :, 0].tolist()):
             self._put(block_ids, first + offset, value)
 
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
+        if state_slot is not None:
+            self.write_state(state_slot, state)
+        for first, packed in kv:
+            self.write_kv(block_ids, first, packed)
+        return 0
+
     def settle(self) -> None:
         """Writes are done when they return."""
 

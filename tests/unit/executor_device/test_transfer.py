@@ -16,6 +16,7 @@ from engram_runtime.errors import SnapshotError
 from engram_runtime.executor.device import arena as arenas
 from engram_runtime.executor.device import transfer as transfers
 from engram_runtime.executor.device.arena import HostArena
+from engram_runtime.executor.device.arrivals import Arrivals
 from engram_runtime.executor.device.transfer import DeviceTransfer, whole_piece
 from engram_runtime.models.caches import Caches
 from tests.support import patience
@@ -28,7 +29,7 @@ TABLE = (7, 2, 9, 4, 11)
 def make(arena_bytes: int | None = 1 << 20, **options: Any) -> tuple[DeviceTransfer, Caches, HostArena | None]:
     kv = [torch.randn(2, BLOCKS, HEADS, 16, DIM).to(torch.bfloat16) for _ in range(LAYERS)]
     caches = Caches(kv, torch.randn(4, 2, 3, 4, 5), torch.randn(4, 2, 7, 4).to(torch.bfloat16))
-    transfer = DeviceTransfer(Ops.bind("cpu", torch.bfloat16), caches, CPU, lambda: None)
+    transfer = DeviceTransfer(Ops.bind("cpu", torch.bfloat16), caches, CPU, lambda: None, Arrivals(LAYERS, CPU))
     arena = None
     if arena_bytes is not None:
         arena = HostArena(arena_bytes, lambda address, nbytes: None, lambda address: None, **options)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engram_kernels import Ops
 from engram_kernels.metadata import PAGE, SampleOutput
+from engram_runtime.executor.device.arrivals import Arrivals, ArrivingCaches
 from engram_runtime.executor.device.graphs import DecodeRun, Recorder, Shape, Step, StepGraphs
 from engram_runtime.executor.device.inputs import (
     DECODE_LINES,
@@ -50,6 +51,7 @@ from engram_runtime.executor.executor import PROMPT_LOGPROB_ROWS
 from engram_runtime.executor.memory import allocate_caches
 from engram_runtime.executor.plan import MOST_STEPS_TOGETHER, CacheGeometry, SequencePlan, StepPlan, StepResult
 from engram_runtime.models.base import CausalLM
+from engram_runtime.models.caches import Caches
 
 CHANGE_WORDS = 1 << 16
 """Room beside a recorded step's plan for what else the step sends: 20,000 blocks that tables gain."""
@@ -104,7 +106,8 @@ class DeviceExecutor:
         self._graphs = (
             StepGraphs(max_num_seqs, recorder, self._recorded_step, self._rest) if recorder is not None else None
         )
-        self.transfer = DeviceTransfer(ops, self._caches, device, lambda: self._newest)
+        self._arrivals = Arrivals(len(self._caches.kv), device)
+        self.transfer = DeviceTransfer(ops, self._caches, device, lambda: self._newest, self._arrivals)
         if self._stream is not None:
             self._stream.synchronize()  # other streams may use the caches from here on
 
@@ -218,7 +221,7 @@ class DeviceExecutor:
         else:
             updates = [update for s in sequences for update in self._rows[s.row].block_updates(s)]
             if shape is not None:
-                laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot)
+                laid_out = mixed_plan(shape, sequences, self._tables, self._spare_slot, plan.after)
                 words, places = laid_out.words, laid_out.places
         if words is not None:
             packer.add(words)  # a recorded step reads its plan from the front
@@ -235,6 +238,7 @@ class DeviceExecutor:
             last = [at[index] for index, _ in sampled]
             sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
         self._send(packer, words)
+        self.transfer.follow(plan.after, layers=isinstance(shape, MixedShape))
         if changes is not None:
             self._change(self._tables, *map(packer.take, changes))
         self._memory.move(plan, copies, packer)
@@ -385,7 +389,7 @@ class DeviceExecutor:
             self._ring.fetch(plan)
             lines = plan.view(DECODE_LINES, batch)
             inputs = decode_inputs(self._gather, lines, self._tables, self._starts[: batch + 1], window)
-            outputs = self._forward(inputs, None, way)
+            outputs = self._forward(inputs, None, way, self._caches)
             self._ring.publish(outputs if len(outputs) == 2 else None, self._tables.last, inputs.rows)
             return outputs
 
@@ -396,7 +400,10 @@ class DeviceExecutor:
 
         def mixed(shape: MixedShape) -> tuple[Tensor, ...]:
             inputs, last, feed = mixed_inputs(shape, self._plan, self._tables, window)
-            outputs = self._forward(inputs, last, way)
+            ticket = self._plan[shape.words - 1 : shape.words]
+            caches, arrivals = self._caches, self._arrivals
+            arriving = ArrivingCaches(caches.kv, caches.ssm, caches.conv, arrivals=arrivals, ticket=ticket)
+            outputs = self._forward(inputs, last, way, arriving)
             if len(outputs) == 2:
                 self._tables.last.scatter_(0, feed, outputs[0])
             return outputs
@@ -405,12 +412,14 @@ class DeviceExecutor:
             return partial(mixed, shape)
         return partial(decode, shape) if isinstance(shape, int) else partial(run, shape.batch, shape.steps)
 
-    def _forward(self, inputs: DecodeInputs, last: Tensor | None, way: Way) -> tuple[Tensor, Tensor] | tuple[Tensor]:
+    def _forward(
+        self, inputs: DecodeInputs, last: Tensor | None, way: Way, caches: Caches
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor]:
         """(tokens, log-probabilities), or the last hidden states; last: where those are of each sequence, None for all.
 
         Not the hidden states of every token: what a recording returns stays allocated as long as it is kept.
         """
-        hidden = self._model(inputs.ids, inputs.meta, self._caches)
+        hidden = self._model(inputs.ids, inputs.meta, caches)
         hidden = hidden if last is None else hidden[last]
         if way is Way.HIDDEN:
             return (hidden,)

@@ -106,6 +106,20 @@ def change(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["gate"])
+def _hold(reached, ticket, gate):
+    """One program that asks again and again: a word in the L2 cache, read by one warp."""
+    wanted = tl.load(ticket)
+    here = tl.atomic_add(reached + gate, 0, sem="acquire")
+    while here < wanted:
+        here = tl.atomic_add(reached + gate, 0, sem="acquire")
+
+
+def hold(reached: Tensor, gate: int, ticket: Tensor) -> None:
+    """As `arrivals.hold_reference`, and waits."""
+    _hold[(1,)](reached, ticket, gate, num_warps=1)
+
+
 @triton.jit(do_not_specialize=["words", "count"])
 def _fetch(plans, tick, plan, words, count, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Program i: BLOCK words of the plan, in whole lines: each read of host memory takes the link a microsecond."""

@@ -59,8 +59,9 @@ class MixedShape:
 
     @property
     def words(self) -> int:
-        """int64 words of the step's plan on the device: three lines of tokens, six of sequences, their starts."""
-        return 3 * self.tokens + 7 * self.sequences + 1
+        """int64 words of the step's plan on the device: three lines of tokens, six of sequences, their starts, and the
+        restore that the step follows."""
+        return 3 * self.tokens + 7 * self.sequences + 2
 
 
 class MixedShapes:
@@ -125,8 +126,10 @@ class MixedPlan:
     places: list[int]
 
 
-def mixed_plan(shape: MixedShape, sequences: Sequence[SequencePlan], tables: RowTables, spare_slot: int) -> MixedPlan:
-    """Lay a step out in a shape; what is left over are the spare row's, one token each."""
+def mixed_plan(
+    shape: MixedShape, sequences: Sequence[SequencePlan], tables: RowTables, spare_slot: int, ticket: int = 0
+) -> MixedPlan:
+    """Lay a step out in a shape; what is left over are the spare row's, one token each. ticket: see `Arrivals`."""
     decodes = _leading_decodes(sequences)
     places = [i if i < decodes else shape.decodes + i - decodes for i in range(len(sequences))]
     tokens = np.zeros((3, shape.tokens), dtype=np.int64)
@@ -149,7 +152,7 @@ def mixed_plan(shape: MixedShape, sequences: Sequence[SequencePlan], tables: Row
         rows[5, place] = sequence.written_slot
         if sequence.sample:
             rows[4, place] = sequence.row
-    words = np.concatenate([tokens.reshape(-1), rows.reshape(-1), starts])
+    words = np.concatenate([tokens.reshape(-1), rows.reshape(-1), starts, [ticket]])
     return MixedPlan(words, places)
 
 
@@ -164,7 +167,7 @@ def mixed_inputs(
     border = 3 * shape.tokens
     tokens, positions, owners = plan[:border].view(3, shape.tokens).unbind(0)
     rows, ends, state_slots, last, feed, targets = plan[border : border + 6 * count].view(6, count).unbind(0)
-    query_start = plan[border + 6 * count : shape.words].int()
+    query_start = plan[border + 6 * count : shape.words - 1].int()
     seq_lens = ends.int()
     slots = tables.blocks[owners, positions // PAGE].long() * PAGE + positions % PAGE
     meta = StepMetadata(
