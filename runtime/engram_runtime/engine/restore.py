@@ -49,6 +49,8 @@ class _Job:
     abandoned: bool = False
     started_early: bool = False
     """Its request runs while the rest is copied."""
+    there: float | None = None
+    """When all of it was."""
 
     @property
     def deadline(self) -> float:
@@ -151,6 +153,7 @@ class Restorer:
                 self._post(job, self._transfer.write(job.block_ids, pieces, slot, fetched.state or {}))
             finally:
                 self._transfer.settle()  # also after trouble: the blocks go back, and nothing may still write there
+            job.there = self._clock()
             self._post(job, None)
         except Exception as error:  # a damaged tensor must end in a prefill, not in a dead engine
             self._post(job, Miss(f"{type(error).__name__}: {error}", failed=True))
@@ -255,12 +258,14 @@ class Restorer:
             self._cache.record(spot, fetched.position, taken.state_slot, _mark(fetched))
         if request.first.status in (Status.RESTORING, Status.WAITING):
             request.first.lease = self._cache.lease(job.block_ids, taken.state_slot)
+        # A request that started early is told only after its step.
+        ended = job.there if job.started_early and job.there is not None else self._clock()
         request.restore = RestoreOutcome(
             position=fetched.position,
             gpu_position=job.match.position,
             tier=fetched.tier,
             bytes=fetched.bytes,
-            milliseconds=(self._clock() - job.started) * 1e3,
+            milliseconds=(ended - job.started) * 1e3,
         )
         self._forget(job)
         return request

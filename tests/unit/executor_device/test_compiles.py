@@ -28,6 +28,7 @@ def test_kernels_around_a_step_compile_for_hopper(tmp_path: Path) -> None:
     assert [name for _, name, _ in compiled] == [
         "_change",
         "_gather",
+        "_bring",
         "_hold",
         "_fetch",
         "_publish",

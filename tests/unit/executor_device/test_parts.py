@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engram_kernels.metadata import PAGE
 from engram_runtime.executor.device import graphs as graph_module
+from engram_runtime.executor.device.gather import bring as bring_kernel
 from engram_runtime.executor.device.gather import change, gather
 from engram_runtime.executor.device.graphs import StepGraphs, batch_sizes, why_not_recorded
 from engram_runtime.executor.device.inputs import decode_lines, gather_reference
 from engram_runtime.executor.device.mixed import MixedShape
 from engram_runtime.executor.device.sampling import Way, way_of
-from engram_runtime.executor.device.staging import Packer, float_bits
+from engram_runtime.executor.device.staging import Bring, Packer, float_bits
 from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens, change_reference, open_words
 from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan
 from tests.support.device_step import Again
@@ -32,17 +34,28 @@ def decode(row: int, start: int, blocks: tuple[int, ...], slot: int = 0) -> Sequ
     return SequencePlan(row, start, None, blocks, slot, True)
 
 
-def test_arrays_of_any_kind_travel_in_one_copy() -> None:
-    packer = Packer(CPU)
+@pytest.mark.parametrize("bring", [None, bring_kernel], ids=["copied", "brought by a kernel"])
+def test_arrays_of_any_kind_travel_in_one_copy(bring: Bring | None) -> None:
+    packer = Packer(CPU, bring)
     first, nothing, floats = packer.add([1, -5]), packer.add([]), packer.add(float_bits([0.25, -1e30]))
     packer.flush()
     assert packer.take(first).tolist() == [1, -5]
     assert packer.take(nothing).tolist() == []
     assert packer.take(floats).view(torch.float64).tolist() == [0.25, -1e30]
+    assert (packer.host is None) == (bring is None)  # the host's memory is kept for a kernel
     aligned = [packer.take(part).data_ptr() % 16 == 0 for part in (first, floats)]
     assert all(aligned), "a kernel would be compiled once more for this array"
     with pytest.raises(RuntimeError, match="before its copy"):
         Packer(CPU).take(first)
+
+
+@pytest.mark.parametrize("count", [0, 2, 1024, 3001])
+def test_a_plan_of_any_length_is_brought_to_where_a_step_reads_it(count: int) -> None:
+    packer, place = Packer(CPU, bring_kernel), torch.full((4000,), -1)
+    where = packer.add(np.arange(count))
+    packer.flush(into=place)
+    assert packer.take(where).tolist() == list(range(count))
+    assert (place[len(packer) :] == -1).all()
 
 
 def test_an_opened_row_holds_what_was_asked_for() -> None:

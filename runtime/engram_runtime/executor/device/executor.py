@@ -96,7 +96,7 @@ class DeviceExecutor:
             words = max(DECODE_LINES * max_num_seqs, self._shapes.words)
             self._plan = torch.zeros(words + CHANGE_WORDS, dtype=torch.int64, device=device)
             self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._gather, self._change = resolve_kernels(device)
+        self._gather, self._change, self._bring = resolve_kernels(device)
         self._seen: SeenTokens | None = None
         self._rows: dict[int, HostRow] = {}
         self._memory = Memory(ops, self._caches, device)
@@ -202,7 +202,7 @@ class DeviceExecutor:
 
     def _launch(self, plan: StepPlan) -> Pending:
         pending = Pending(plan.step)
-        packer = Packer(self._device)
+        packer = Packer(self._device, self._bring)
         opened = self._change_rows(plan)
         sequences = plan.sequences
         sampled = [(index, s) for index, s in enumerate(sequences) if s.sample]
@@ -262,6 +262,7 @@ class DeviceExecutor:
             pending.scores = self._scores(sequences, hidden)
         for row in rows:
             row.generated += 1
+        pending.plan = packer.host
         return pending
 
     def _launch_together(

@@ -120,6 +120,18 @@ def hold(reached: Tensor, gate: int, ticket: Tensor) -> None:
     _hold[(1,)](reached, ticket, gate, num_warps=1)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _bring(source, target, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
+
+
+def bring(source: Tensor, target: Tensor) -> None:
+    """source [n] int64 in pinned host memory to target [n] on the device."""
+    count = source.numel()
+    _bring[(-(-count // BLOCK),)](source, target, count, BLOCK, num_warps=4)
+
+
 @triton.jit(do_not_specialize=["words", "count"])
 def _fetch(plans, tick, plan, words, count, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Program i: BLOCK words of the plan, in whole lines: each read of host memory takes the link a microsecond."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engram_kernels.metadata import PAGE, StepMetadata
-from engram_runtime.executor.device.staging import Packer
+from engram_runtime.executor.device.staging import Bring, Packer
 from engram_runtime.executor.device.tables import Change, HostRow, RowTables, change_reference, update_lines
 from engram_runtime.executor.plan import SequencePlan
 
@@ -93,12 +93,12 @@ def gather_reference(plan: Tensor, last: Tensor, ints: Tensor, floats: Tensor, b
     return ids, slots, ends.int(), ends, has_state, blocks[rows], ints[:, rows], floats[:, rows]
 
 
-def resolve_kernels(device: torch.device) -> tuple[Gather, Change]:
+def resolve_kernels(device: torch.device) -> tuple[Gather, Change, Bring | None]:
     """The Triton kernels on a GPU; imported here by name, because other machines need not have triton."""
     if device.type != "cuda":
-        return gather_reference, change_reference
+        return gather_reference, change_reference, None
     loaded = importlib.import_module("engram_runtime.executor.device.gather")
-    return loaded.gather, loaded.change
+    return loaded.gather, loaded.change, loaded.bring
 
 
 def decode_inputs(gather: Gather, plan: Tensor, tables: RowTables, query_start: Tensor, window: int) -> DecodeInputs:

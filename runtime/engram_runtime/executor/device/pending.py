@@ -50,6 +50,8 @@ class Pending:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     scores: list[Scores] = field(default_factory=list)
+    plan: Tensor | None = None
+    """Host memory that the device may still have to read."""
     done: Done | None = None
 
     def fetch(

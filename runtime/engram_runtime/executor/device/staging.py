@@ -8,7 +8,7 @@ On a CPU the same code runs without pinning and without events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -50,11 +50,20 @@ class Done:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class Packer:
-    """Collects int64 arrays; `flush` moves all of them, then `take` gives each one's view on the device."""
+Bring = Callable[[Tensor, Tensor], None]
+"""source [n] int64 in pinned host memory, target [n] on the device: queue a copy by a kernel."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+
+class Packer:
+    """Collects int64 arrays; `flush` moves all of them, then `take` gives each one's view on the device.
+
+    bring: a kernel that moves them instead of the copy engine, which large copies of other streams may keep busy: a
+    step's plan of 100 KB waited for all of a restore that was on its way. `host` is then to be kept until it has run.
+    """
+
+    def __init__(self, device: torch.device, bring: Bring | None = None) -> None:
+        self._device, self._bring = device, bring
+        self.host: Tensor | None = None
         self._parts: list[np.ndarray] = []
         self._size = 0
         self._moved: Tensor | None = None
@@ -78,7 +87,11 @@ class Packer:
         if self._parts:
             np.concatenate(self._parts, out=host.numpy())
         target = torch.empty(self._size, dtype=torch.int64, device=self._device) if into is None else into[: self._size]
-        target.copy_(host, non_blocking=True)
+        if self._bring is None or not self._size:
+            target.copy_(host, non_blocking=True)
+        else:
+            self._bring(host, target)
+            self.host = host
         self._moved = target
 
     def take(self, where: slice) -> Tensor:

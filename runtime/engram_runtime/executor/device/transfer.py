@@ -37,10 +37,11 @@ TO_HOST_BYTES, TO_DEVICE_BYTES = 4 << 20, 16 << 20
 """Copied at a time, since others share the copy engine. Measured on an H200: a state of 57 MB beside 16 decodes cost a
 step 0.45 ms in one piece and 0.22 or less in pieces of 4 MiB (which move at 53.0 GB/s instead of 54.1); copies of a few
 bytes alone were not held up by either."""
-LEAD_BYTES = 384 << 20
-"""Of a restore that may be on their way when `write` returns: 7 ms of the link, the time that queuing a step of an 8B
-model and its first layers take. Whoever comes meanwhile waits for that step, so it must not begin much earlier."""
-LAYERS_BYTES = 8 << 20
+LEAD_BYTES = 640 << 20
+"""Of a restore that may be on their way when `write` returns: 12 ms of the link, the time that queuing a step of an 8B
+model and computing it behind 26k tokens take. Whoever comes meanwhile waits for that step, so it must not begin much
+earlier."""
+LAYERS_BYTES = 24 << 20
 """Of a piece that are worth copies and kernels of their own, at the least: a restore of many small pieces goes in
 fewer groups of layers."""
 STAGING_BYTES = 4 * GROUP_BYTES
