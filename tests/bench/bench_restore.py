@@ -204,7 +204,11 @@ def measure(model: CausalLM, name: str, folder: Path) -> dict[str, list[dict[str
     window, room = max(lengths) + 600, 2 * max(lengths) + 40_000
 
     def start() -> tuple[LLMEngine, DeviceExecutor]:
-        return make_engine(model, BATCH, window, room, snapshots=config_over(folder), checkpoints=48)
+        made = make_engine(model, BATCH, window, room, snapshots=config_over(folder), checkpoints=48)
+        arena = made[1].transfer._arena
+        if arena is None or not arena.wait(120):  # a server pins its memory once, beside its first requests
+            raise RuntimeError("the host's memory was not pinned in time")
+        return made
 
     engine, executor = start()
     service = engine.snapshots
@@ -330,9 +334,8 @@ def saving(engine: LLMEngine, model: CausalLM, name: str) -> list[dict[str, Any]
     often = decoding(engine, model, 4, as_chats_do)
     service.gathered(10)
     again = decoding(engine, model, 5, lambda step: None)
-    drift = statistics.median(
-        windows(alone)
-    )  # steps grow with their sequences, and more of a dense model than of others
+    # Steps grow with their sequences, and more of a dense model than of others.
+    drift = statistics.median(windows(alone, every=1))
     pairs = [pair - drift for pair in windows(singly)]
     engine._cache.blocks.release(blocks)
     if slots:
@@ -354,11 +357,11 @@ def saving(engine: LLMEngine, model: CausalLM, name: str) -> list[dict[str, Any]
     return [row]
 
 
-def windows(intervals: Sequence[float]) -> list[float]:
+def windows(intervals: Sequence[float], every: int = 2 * WINDOW) -> list[float]:
     """By how much WINDOW steps took longer than the WINDOW steps before them, at each place of a save."""
     return [
         sum(intervals[at : at + WINDOW]) - sum(intervals[at - WINDOW : at])
-        for at in range(WINDOW, len(intervals) - WINDOW + 1, 2 * WINDOW)
+        for at in range(WINDOW, len(intervals) - WINDOW + 1, every)
     ]
 
 
