@@ -37,8 +37,9 @@ whose memory is on the GPU, only in host memory, or only on disk. *Restore* is f
 until its memory is on the GPU (GPU tier: from the moment when the engine's thread has the request until its first step
 is handed over), *first token* is from the request and includes the 40 new tokens. A turn that is alone starts while its
 history is copied, layer by layer; *started after it* is its first token when it does not. Restored bytes were equal to
-the original ones in every row. *% of floor*: of the link's 55.4 GB/s, for disks of what 4 threads read from the same files
-past the page cache just before, which was 1.07 to 1.71 GB/s from run to run: above 100 % is the disk's own unrest.
+the original ones in every row. *% of floor*: of the link's 55.4 GB/s, for disks of what 4 threads read from the same
+files past the page cache just before, which was 1.07 to 1.71 GB/s from run to run: above 100 % is the disk's own
+unrest.
 
 {restore}
 
@@ -70,7 +71,7 @@ What limits these parts, and what was not run:
 NOTES = """\
 - Prompts are one run (commit bb4060d). Missed: both lengths of Qwen3-8B and Llama, 32,768 tokens of Granite, and 128
   requests of Qwen3-8B (6,276 tokens/s against 7,000) and Granite (7,940 against 12,000, where vLLM reaches 9,081).
-  Granite's third round, the one that counts, was the first that recorded nothing; the rounds before took 16.1 and 4.1 s.
+  Granite's three rounds took 16.1, 4.1 and 2.1 s: the last one counts, those before compile and record.
 - Chats are one run but for the 16 of Qwen3-0.6B, which are older (commit 9fe0ff4, whose kernels are the same): the time
   for that run was over. Granite alone and 16 chats of Qwen3-8B miss their bars here, and met them in the run before
   (9.99 and 28.8 ms): that is what runs differ by. Chats go on at once when the last one of the 16 has ended, while the
@@ -78,11 +79,10 @@ NOTES = """\
 - Of the Qwen3-0.6B chats' saves 66 were dropped because 64 were waiting: 16 chats that end at once every 150 ms. Such a
   turn is computed from the one before when it is restored; nothing was dropped with the larger models.
 - Restores and saves are one run, with BLAKE3 as in the product's image. Missed: 45 GB/s from the host by Granite's 4k
-  and 26k tokens, 0.5 ms in the GPU tier by 64k of Granite. What a run before it on another machine gave for 64k was
-  12.3 ms, 14.2 to the first token, 20.0 started after it.
+  and 26k tokens, 0.5 ms in the GPU tier by 64k of Granite.
 - *Started after it* is measured in the same process. With everything on the card the turn takes 6.4 to 8.4 ms (GPU
-  tier), so of the step that follows a copy from the host 0.9 to 6.2 ms are hidden behind it. Who is not alone starts
-  after the copy: its step would make the others wait.
+  tier); of that 1.4 to 6.7 ms are hidden behind the copy. Who is not alone starts after the copy: its step would make
+  the others wait.
 - A restore's time no longer contains what the engine does when it is over, if the turn has started by then.
 - A start: one start with an empty Triton cache was measured, before readers of the disk were limited to two; none with
   a filled one.
