@@ -38,8 +38,8 @@ What limits these figures, and what was not run:
 
 - The rows are those of one run of `make bench-gpu PART=decode` (commit 60bdccc), those of Qwen3-0.6B of another (commit
   9ef967f). Four decodes in a launch gain it nothing, and were not run with the other dense models. Whole steps and
-  prompts below are an older run of `bench_step.py`. Four answers of each row were judged by the same weights in fp32: their root mean square
-  distance is at most 1.23 times that of torch's own bf16 operators (decode.json has both figures).
+  prompts below are an older run of `bench_step.py`. Four answers of each row were judged by the same weights in fp32:
+  their root mean square distance is at most 1.23 times that of torch's own bf16 operators (decode.json has both).
 - Missed bars: Qwen3-8B at 256 (12.9 against 11.5 ms), Granite at 64 (7.02 against 6.0) and 256 (13.9 against 12). With
   bf16 states (`--state-dtype bfloat16`) Granite takes 6.28 and 11.0: those bars were reckoned from states of two bytes,
   while fp32 states alone put the floor at 256 at 10.3 ms. From run to run and card to card these figures vary by two or

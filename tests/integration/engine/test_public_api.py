@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,12 @@ async def test_async_engine_from_pretrained(path: str) -> None:
         text = await engine.generate_text("hello", GREEDY)
         outputs = [o async for o in engine.generate("hello", GREEDY)]
         assert outputs[-1].text == text
+
+
+@pytest.mark.parametrize("kind", [AsyncLLMEngine, ContinuousBatchingEngine])
+def test_every_engine_takes_several_steps_a_launch(path: str, kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"^decode_steps_per_launch=2 cannot be honoured"):
+        kind.from_pretrained(path, decode_steps_per_launch=2, progress=False)
 
 
 @pytest.mark.parametrize(
