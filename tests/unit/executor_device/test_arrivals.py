@@ -136,7 +136,7 @@ def test_layers_come_in_their_order_and_are_announced_when_they_are_there(
 def test_a_restore_of_a_state_alone_has_a_number_too() -> None:
     transfer, caches, arrivals = make()
     assert transfer.write(TABLE, [], 1, transfer.read_state(3)) == 1
-    assert arrivals._reached.tolist() == [0] * arrivals.gates  # nothing of the pages is awaited
+    assert arrivals._reached.tolist() == [1] * arrivals.gates  # or a step that follows would wait for ever
     transfer.settle()
     assert caches.conv is not None
     assert torch.equal(caches.conv[1], caches.conv[3])
@@ -225,7 +225,18 @@ def test_a_step_goes_on_from_what_arrives(tiny: Callable[[str], Any], family: st
         ticket = target.transfer.write(blocks, kv, slot, state)
         assert token(target, chunk(step, 40, 45, blocks, step=step, after=ticket)) == expected
         target.transfer.settle()
+    for step in range(3, 6) if state else ():  # the keys and values are there already
+        ticket = target.transfer.write(BLOCKS, [], 3, state)
+        plan = StepPlan(
+            step,
+            (SequencePlan(3, 40, PROMPT[40:], BLOCKS, 3, True),),
+            opens=(RowOpen(3, GREEDY, PROMPT),),
+            closes=(3,) if step > 3 else (),
+            after=ticket,
+        )
+        assert token(target, plan) == expected
+        target.transfer.settle()
     if kind == "recorded":
         assert target.recorded > 0
         with pytest.raises(RuntimeError, match="restore 99 has not come"):
-            target.submit(chunk(3, 40, 45, (3, 4, 5), step=3, after=99))
+            target.submit(chunk(3, 40, 45, (3, 4, 5), step=9, after=99))

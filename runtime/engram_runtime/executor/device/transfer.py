@@ -275,6 +275,8 @@ class DeviceTransfer(CacheTransfer):
             if rows is not None and pieces:
                 near = self._queue_layers(ticket, block_ids, pieces, rows)
             with lane.on(lane.kernels):
+                if not pieces:  # a step that follows comes to the gates all the same
+                    self._arrivals.announce(0, self._arrivals.gates, ticket)
                 self._arriving[ticket] = _Arriving(there, lane.mark())
             self._numbers.setdefault(threading.get_ident(), []).append(ticket)
         if near is not None:
