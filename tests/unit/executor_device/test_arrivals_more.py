@@ -138,3 +138,28 @@ def test_a_restore_that_fails_half_way_leaves_nothing_behind(monkeypatch: pytest
     assert arrivals._reached.tolist() == [2] * arrivals.gates
     transfer.settle()
     assert (transfer._arriving, transfer._numbers, transfer._unsettled) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("what", ["a state", "pages", "both"])
+def test_it_begins_behind_everything_that_was_submitted(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whoever had these blocks and this slot before may have a step under way that still writes there."""
+    transfer, _, _ = make()
+    pieces, state = pieces_of(transfer, 0, 40), transfer.read_state(2)
+    told: list[str] = []
+    queue_part, add = transfer._queue_part, transfer._add
+
+    def queueing(*args: Any) -> None:
+        told.append("pages")
+        queue_part(*args)
+
+    def adding(*args: Any) -> None:
+        told.append("sum")
+        add(*args)
+
+    monkeypatch.setattr(transfer, "_submitted", lambda: Mark("submitted", told))
+    monkeypatch.setattr(transfer, "_queue_part", queueing)
+    monkeypatch.setattr(transfer, "_add", adding)
+    transfer.write(TABLE, [] if what == "a state" else pieces, None if what == "pages" else 0, state)
+    assert told[0] == "submitted"
+    assert what == "a state" or told[told.index("pages") - 1] == "submitted"
+    transfer.settle()
