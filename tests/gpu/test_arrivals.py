@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,17 @@ def test_a_step_ahead_of_its_restore_holds_nobody_up_for_long(tmp_path: Path) ->
         assert not event.query()
     transfer.settle()
     executor.close()
+
+
+def test_what_never_comes_ends_in_an_error() -> None:
+    """In a process of its own, which cannot use its card afterwards."""
+    script = (
+        "import torch; from engram_runtime.executor.device.gather import hold\n"
+        "reached, ticket = torch.tensor([3, 1], device='cuda'), torch.tensor([2], device='cuda')\n"
+        "hold(reached, 0, ticket, 1000); torch.cuda.synchronize(); print('open', flush=True)\n"
+        "hold(reached, 1, ticket, 1000); torch.cuda.synchronize(); print('passed', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["open"], done.stderr[-500:]
+    assert done.returncode != 0
+    assert "CUDA" in done.stderr

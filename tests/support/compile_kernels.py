@@ -46,7 +46,7 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
         {"batch": 8, "stride": 300, "PAGE": gather.PAGE_TOKENS, "BLOCK": gather.BLOCK},
     ),
     (gather._bring, {"source": "*i64", "target": "*i64", "count": "i32"}, {"BLOCK": gather.BLOCK}),
-    (gather._hold, {"reached": "*i64", "ticket": "*i64", "gate": "i32"}, {}),
+    (gather._hold, {"reached": "*i64", "ticket": "*i64", "gate": "i32", "most": "i32"}, {}),
     (
         gather._fetch,
         {"plans": "*i64", "tick": "*i64", "plan": "*i64", "words": "i32", "count": "i32"},

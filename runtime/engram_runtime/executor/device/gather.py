@@ -106,18 +106,27 @@ def change(tables: RowTables, opens: Tensor, updates: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["gate"])
-def _hold(reached, ticket, gate):
+@triton.jit(do_not_specialize=["gate", "most"])
+def _hold(reached, ticket, gate, most):
     """One program that asks again and again: a word in the L2 cache, read by one warp."""
     wanted = tl.load(ticket)
     here = tl.atomic_add(reached + gate, 0, sem="acquire")
-    while here < wanted:
+    asked = 1
+    while (here < wanted) & (asked < most):
         here = tl.atomic_add(reached + gate, 0, sem="acquire")
+        asked += 1
+    if here < wanted:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def hold(reached: Tensor, gate: int, ticket: Tensor) -> None:
-    """As `arrivals.hold_reference`, and waits."""
-    _hold[(1,)](reached, ticket, gate, num_warps=1)
+MOST_ASKED = 1 << 26
+"""Half a minute, where a copy of LEAD_BYTES is over in some milliseconds. What has not come by then never will, and an
+error of the device ends the engine where waiting on would hang it."""
+
+
+def hold(reached: Tensor, gate: int, ticket: Tensor, most: int = MOST_ASKED) -> None:
+    """As `arrivals.hold_reference`, and waits; after asking `most` times it stops everything with an error."""
+    _hold[(1,)](reached, ticket, gate, most, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["count"])
