@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from engram_runtime.cache.manager import CacheManager
 from engram_runtime.cache.prefix_index import Match
@@ -23,11 +24,6 @@ class Admission:
         """Memory for a new (or restarted) sequence; `reserve` blocks are to stay available for those who decode."""
         if self.cache.blocks.available <= reserve and not sequence.background:
             return False  # looking for a prefix costs time, and there is not even room for one block
-        if sequence.arriving is not None:
-            if not self._start_from(draft, sequence, sequence.arriving.match, reserve, owned=True):
-                return False
-            draft.after = sequence.arriving.ticket
-            return True
         # One prompt token is always left to forward, since its logits start the output. A background sequence samples
         # nothing and may find everything.
         limit = sequence.total if sequence.background else sequence.total - 1
@@ -35,6 +31,15 @@ class Admission:
         if sequence.use_prefix:
             tokens = sequence.prompt_ids if limit <= len(sequence.prompt_ids) else sequence.token_ids(0, limit)
             match = self.cache.match(sequence.tenant, tokens, limit)
+        arriving = sequence.arriving
+        if arriving is not None and arriving.match.position > match.position:
+            marks = {**dict(match.marks), **dict(arriving.match.marks)}
+            whole = replace(arriving.match, marks=tuple(sorted(marks.items(), reverse=True)))
+            if not self._start_from(draft, sequence, whole, reserve, owned=True):
+                return False
+            draft.after = arriving.ticket
+            return True
+        sequence.arriving = None  # by now the GPU has as much
         if sequence.background and match.position == sequence.total:
             self._hold_all(sequence, match)
             return True
@@ -94,11 +99,12 @@ class Admission:
             self.prefix_hit_tokens += sequence.prefix_tokens
 
     def take_back(self, sequence: Sequence) -> None:
-        """Forget the start of a sequence, and what was computed from there."""
+        """Forget what a sequence has started from."""
         self.prefix_hit_tokens -= sequence.prefix_tokens
-        sequence.computed = sequence.high_water = 0
-        sequence.prefix_tokens = sequence.prefilled_tokens = sequence.recomputed_tokens = 0
+        sequence.computed = sequence.high_water = sequence.prefix_tokens = 0
         sequence.match = sequence.arriving = sequence.chain.spot = None
+        if sequence.spare_split is not None:
+            sequence.splits = tuple(sorted({*sequence.splits, sequence.spare_split}))
 
     def swap_back(self, draft: Draft, sequence: Sequence, handle: int, reserve: int) -> bool:
         """Memory for a swapped sequence and the copies that fill it."""

@@ -341,6 +341,7 @@ class LLMEngine:
         running = sequence.status is Status.RUNNING and not sequence.background
         if sequence.arriving is not None and self._restorer is not None:
             self._restorer.abandon(request)  # what it has computed may be unsound: nobody gets it
+            self._scheduler.admission.take_back(sequence)
         elif running:
             # A step that runs ahead has fed the last token already; the sequence ends before it all the same.
             sequence.computed = min(sequence.computed, sequence.known - 1)
@@ -425,7 +426,7 @@ class LLMEngine:
         scheduler, counters, pools = self._scheduler, self._scheduler.counters, self._cache
         stats.running, stats.waiting = scheduler.running, scheduler.waiting
         stats.swapped, stats.background = len(scheduler.swap), scheduler.background
-        stats.restoring = len(self._restorer) if self._restorer is not None else 0
+        stats.restoring = self._restorer.waiting if self._restorer is not None else 0
         stats.blocks_used, stats.blocks_cached = pools.blocks.held, pools.blocks.cached
         stats.blocks_total, stats.block_size = pools.blocks.size, pools.block_size
         stats.states_used, stats.states_total = pools.states.held, pools.states.size

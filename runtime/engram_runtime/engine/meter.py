@@ -42,6 +42,8 @@ class Meter:
         self._new_ttft.clear()
         self._new_itl.clear()
         prefill = sum(work.end - work.start for work in step.work if work.end - work.start > 1)
+        if step.plan.after:
+            return  # it has waited for a copy
         if prefill >= 16 and seconds > 0:
             rate = prefill / seconds
             self._rate = rate if self._rate is None else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate

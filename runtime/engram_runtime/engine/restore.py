@@ -94,6 +94,11 @@ class Restorer:
     def __len__(self) -> int:
         return sum(not job.abandoned for job in self._jobs)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their restore, those not counted that have started before its end."""
+        return sum(not (job.abandoned or job.started_early) for job in self._jobs)
+
     def begin(self, request: Request, rate: float | None, *, refuse_slow: bool) -> bool:
         """Start looking for a longer prefix; False when there can be none, and the request is to be queued at once.
 
@@ -174,7 +179,7 @@ class Restorer:
             job, result = self._done.get()
             if isinstance(result, int):
                 job.ticket = result
-                early = job if alone and not job.abandoned and len(self) == 1 else None
+                early = job if alone and not job.abandoned and len(self) == 1 and self._has_own_end(job) else None
             elif job.abandoned:
                 self._forget(job)
             elif isinstance(result, Fetched):
@@ -187,7 +192,8 @@ class Restorer:
                 ready.append(self._fail(job, result))
             else:
                 ready.append(self._register(job))
-        if early is not None and early in self._jobs:  # it is not over already
+        # Not one that is over already, nor beside another that has just come back.
+        if early is not None and early in self._jobs and not ready:
             self._start_early(early)
             ready.append(early.request)
         now = self._clock()
@@ -241,9 +247,14 @@ class Restorer:
         job.block_ids = whole + blocks
         return None
 
+    def _has_own_end(self, job: _Job) -> bool:
+        """Whether the block that the request would go on writing in is a new one: where only a state was missing it
+        may be one that others find."""
+        return _written(job)[0].position > len(job.match.whole) * self._cache.block_size
+
     def _start_early(self, job: _Job) -> None:
         fetched, taken = _written(job)
-        marks = ((fetched.position, _mark(fetched)), *job.match.marks)
+        marks = ((fetched.position, _mark(fetched)),)
         match = Match(fetched.position, job.block_ids, taken.state_slot, job.match.whole, marks)
         job.request.first.arriving = Arriving(job.ticket, match)
         job.started_early = True

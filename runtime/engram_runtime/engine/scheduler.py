@@ -141,6 +141,10 @@ class Scheduler:
             return
         self.finish(sequence)
         self.admission.take_back(sequence)
+        again = sequence.prefilled_tokens  # all of it is computed a second time
+        self.counters.prefilled_tokens -= again
+        self.counters.recomputed_tokens += again
+        sequence.prefilled_tokens, sequence.recomputed_tokens = 0, sequence.recomputed_tokens + again
         _file(self._waiting, sequence, Status.WAITING)
 
     def take_state(self, sequence: Sequence) -> int | None:

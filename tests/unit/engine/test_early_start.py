@@ -185,7 +185,8 @@ def test_what_was_computed_from_damaged_bytes_is_computed_again(
     assert device.followed == [1]
     assert report.restore_failed
     assert "damaged" in (report.restore_error or "")
-    assert (report.restored_tokens, report.prefilled_tokens, report.recomputed_tokens) == (0, len(prompt), 0)
+    assert (report.restored_tokens, report.prefilled_tokens) == (0, len(prompt))
+    assert report.recomputed_tokens > 0  # what was thrown away
     assert report.tier is None
     one.after(1.0)
     stats = one.engine.stats()

@@ -296,11 +296,13 @@ class DeviceTransfer(CacheTransfer):
         with lane.lock:
             checks = self._unsettled.pop(threading.get_ident(), [])
             numbers = self._numbers.pop(threading.get_ident(), [])
-            with lane.on(lane.kernels):
-                found = to_host(torch.cat([check.digest for check in checks])) if checks else None
-            lane.wait()
-            for number in numbers:
-                del self._arriving[number]
+            try:
+                with lane.on(lane.kernels):
+                    found = to_host(torch.cat([check.digest for check in checks])) if checks else None
+            finally:
+                lane.wait()
+                for number in numbers:
+                    del self._arriving[number]
         if found is None or self._arena is None:
             return
         damaged = False
