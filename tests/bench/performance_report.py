@@ -48,8 +48,8 @@ What limits these figures, and what was not run:
   block of every sequence in the same step (`python -m tests.bench.bench_engine_host` has the host's part).
 - With random weights Granite's choices are clear (0.0 behind fp32, torch's too), so its check says little; its kernels
   and tiny models with other weights are checked by `make test-gpu`.
-- GPU tests (`make test-gpu`, commit 60bdccc): 837 passed, 4 skipped, 3 expected failures that watch faults of Triton,
-  in 115 s.
+- GPU tests (`make test-gpu`): 840 passed, 4 skipped, 3 expected failures that watch faults of Triton, in 97 s (commit
+  bb4060d); those of transfers, early starts and the executor again on 7e1e8b5 (42 passed, 1 skipped).
 - HTTP and the tokenizer are outside.
 
 ## Whole steps without the engine
