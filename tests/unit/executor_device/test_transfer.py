@@ -17,7 +17,8 @@ from engram_runtime.executor.device import arena as arenas
 from engram_runtime.executor.device import transfer as transfers
 from engram_runtime.executor.device.arena import HostArena
 from engram_runtime.executor.device.arrivals import Arrivals
-from engram_runtime.executor.device.transfer import DeviceTransfer, whole_piece
+from engram_runtime.executor.device.lanes import whole_piece
+from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.models.caches import Caches
 from tests.support import patience
 

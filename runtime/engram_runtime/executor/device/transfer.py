@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from engram_kernels.metadata import PAGE
 from engram_runtime.errors import SnapshotError
 from engram_runtime.executor.device.arena import HostArena, cuts
 from engram_runtime.executor.device.arrivals import Arrivals
+from engram_runtime.executor.device.lanes import Lane, Piece, rows_of, whole_piece
 from engram_runtime.executor.device.paging import RowMover, resolve_checksum, row_mover
 from engram_runtime.executor.device.staging import Done, host_buffer, to_host
 from engram_runtime.executor.transfer import CacheTransfer
@@ -49,71 +49,11 @@ STAGING_BYTES = 4 * GROUP_BYTES
 
 
 @dataclass(slots=True)
-class _Lane:
-    """One direction: kernels and copies in two queues, two buffers between them; one caller at a time."""
-
-    device: torch.device
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    kernels: torch.cuda.Stream | None = None
-    copies: torch.cuda.Stream | None = None
-    buffers: list[Tensor] = field(default_factory=list)
-    used: list[Done | None] = field(default_factory=lambda: [None, None])
-    turn: int = 0
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            self.kernels = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self.copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """The next staging buffer's first bytes; call it on the queue that writes there."""
-        if not self.buffers:
-            self.buffers = [torch.empty(GROUP_BYTES, dtype=torch.uint8, device=self.device) for _ in range(2)]
-            if self.kernels is not None:
-                torch.cuda.current_stream().synchronize()
-        self.turn ^= 1
-        before = self.used[self.turn]
-        if before is not None:
-            before.hold_back()
-        return self.buffers[self.turn][:nbytes]
-
-    def release(self) -> None:
-        """The buffer taken last may be written again once the current queue has come this far."""
-        self.used[self.turn] = Done(self.device)
-
-    def mark(self) -> Done:
-        return Done(self.device)
-
-    def wait(self) -> None:
-        for stream in (self.kernels, self.copies):
-            if stream is not None:
-                stream.synchronize()
-
-
-@dataclass(slots=True)
 class _Check:
     """A piece on its way to the device, and where its digest will be."""
 
     piece: Tensor
     digest: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece [L, 2, K, total, D] to be written: tokens [first, first + count) are its tokens from `skip` on."""
-
-    whole: Tensor
-    skip: int
-    first: int
-    count: int
-    digest: Tensor
-
-    @property
-    def layer_rows(self) -> int:
-        return self.whole.shape[1] * self.whole.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +78,7 @@ class DeviceTransfer(CacheTransfer):
     ) -> None:
         super().__init__(ops, caches)
         self._device, self._submitted, self._arrivals = device, submitted, arrivals
-        self._out, self._in = _Lane(device), _Lane(device)
+        self._out, self._in = Lane(device), Lane(device)
         self._rows = row_mover(ops, caches.kv) if caches.kv else None
         self._checksum = resolve_checksum(ops)
         self._keys = new_keys(device)
@@ -187,7 +127,7 @@ class DeviceTransfer(CacheTransfer):
                 self._sums.zero_()
             for begin, part in self._groups(packed):
                 with lane.on(lane.kernels):
-                    stage = lane.buffer(part.nbytes).view(part.dtype).view(part.shape)
+                    stage = lane.buffer(part.nbytes, GROUP_BYTES).view(part.dtype).view(part.shape)
                     self._rows.move(stage, table, begin, skipped, count, 0, to_packed=True)
                     self._add(stage, digest, begin)
                     gathered = lane.mark()
@@ -354,19 +294,19 @@ class DeviceTransfer(CacheTransfer):
             self._expect(piece.whole, piece.digest)
         return near
 
-    def _prepare(self, block_ids: Sequence[int], kv: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, list[_Piece]]:
+    def _prepare(self, block_ids: Sequence[int], kv: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, list[Piece]]:
         """The table [n] int32 on the device, and the pieces."""
         lane = self._in
         with lane.on(lane.kernels):
             self._after_submitted()
-            pieces = [_Piece(*whole_piece(packed), first, packed.shape[3], self._zero()) for first, packed in kv]
+            pieces = [Piece(*whole_piece(packed), first, packed.shape[3], self._zero()) for first, packed in kv]
             return self._table(block_ids), pieces
 
-    def _queue_part(self, piece: _Piece, begin: int, part: Tensor, table: Tensor, rows: RowMover) -> None:
+    def _queue_part(self, piece: Piece, begin: int, part: Tensor, table: Tensor, rows: RowMover) -> None:
         """Rows of a piece, from row `begin` on, to a staging buffer and from there to their pages."""
         lane = self._in
         with lane.on(lane.copies):
-            stage = lane.buffer(part.nbytes).view(part.dtype).view(part.shape)
+            stage = lane.buffer(part.nbytes, GROUP_BYTES).view(part.dtype).view(part.shape)
             self._copy(part, stage, to_host=False)
             arrived = lane.mark()
         with lane.on(lane.kernels):
@@ -424,7 +364,7 @@ class DeviceTransfer(CacheTransfer):
             self._checksum(words, self._keys, digest, first_row)
 
     def _seal(self, piece: Tensor, digest: int) -> None:
-        if self._arena is not None and piece.nbytes // _rows_of(piece) % 8 == 0:
+        if self._arena is not None and piece.nbytes // rows_of(piece) % 8 == 0:
             self._arena.seal(piece, digest)
 
     def _expect(self, piece: Tensor, digest: Tensor) -> None:
@@ -434,24 +374,3 @@ class DeviceTransfer(CacheTransfer):
         newest = self._submitted()
         if newest is not None:
             newest.hold_back()
-
-
-def _rows_of(piece: Tensor) -> int:
-    """Rows that `_add` sees: of a KV piece [L, 2, K, count, D] its planes' heads, of a state its layers."""
-    return piece.shape[0] * piece.shape[1] * piece.shape[2] if piece.dim() == 5 else piece.shape[0]
-
-
-def whole_piece(packed: Tensor) -> tuple[Tensor, int]:
-    """(the contiguous piece that `packed` [L, 2, K, count, D] is a slice of along its tokens, tokens skipped)."""
-    if packed.is_contiguous():
-        return packed, 0
-    layers, two, heads, count, dim = packed.shape
-    total = packed.stride(2) // dim if heads > 1 or layers * two > 1 else count
-    skip, rest = divmod(int(packed.storage_offset()), dim)
-    shape = (layers, two, heads, total, dim)
-    strides = (two * heads * total * dim, heads * total * dim, total * dim, dim, 1)
-    size = layers * two * heads * total * dim * packed.element_size()
-    same = packed.stride() == strides and packed.untyped_storage().nbytes() == size
-    if rest or not same or skip + count > total:
-        return packed.contiguous(), 0
-    return packed.as_strided(shape, strides, 0), skip
