@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engram_runtime.executor.device import lanes
 from engram_runtime.executor.device import transfer as transfers
 from engram_runtime.executor.device.staging import Done
 from tests.support.device_step import make_executor
@@ -106,7 +107,7 @@ def test_it_is_told_of_when_little_is_left(monkeypatch: pytest.MonkeyPatch, lead
         queue_part(piece, begin, part, *rest)
         left -= part.nbytes
 
-    monkeypatch.setattr(transfers, "Done", Passing)
+    monkeypatch.setattr(lanes, "Done", Passing)
     monkeypatch.setattr(transfer, "_queue_part", queueing)
     transfer.write(TABLE, pieces, None, {})
     assert left == 0
