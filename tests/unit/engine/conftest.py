@@ -13,6 +13,7 @@ from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
 from tests.support import patience
 from tests.unit.engine.fakes import VOCAB, FakeExecutor, FakeSnapshots, Letters, geometry
+from tests.unit.engine.restoring import FIRST, ask
 
 
 class Clock:
@@ -110,3 +111,21 @@ def bench() -> Iterator[Callable[..., Bench]]:
     yield make
     for one in made:
         one.engine.close()
+
+
+@pytest.fixture(params=[0, 16], ids=["dense", "recurrent"])
+def states(request: pytest.FixtureRequest) -> int:
+    """State slots of a model."""
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+def stored(bench: Callable[..., Bench], states: int) -> FakeSnapshots:
+    """A store with one turn in it: 12 prompt tokens and 5 of 6 generated ones."""
+    one = bench(states=states, snapshots=True)
+    ask(one, FIRST, conversation_id="c")
+    one.after(1.0)
+    assert one.snapshots is not None
+    assert len(one.snapshots.stored) == 1
+    return one.snapshots

@@ -14,20 +14,16 @@ from engram_runtime.snapshots.types import Fetched, Miss, RestoreQuery
 from tests.support import patience
 from tests.unit.engine.conftest import Bench
 from tests.unit.engine.fakes import EMPTY, FakeSnapshots, grow, oracle
-from tests.unit.engine.test_early_start import FIRST, HELD, NEW, Copying, ask, device_of, next_prompt, report_of, start
+from tests.unit.engine.restoring import HELD, NEW, Copying, ask, device_of, next_prompt, report_of, start
 
 Make = Callable[..., Bench]
 EARLY = pytest.mark.parametrize("early", [False, True], ids=["waits", "early"])
 
 
 @pytest.fixture
-def stored(bench: Make) -> FakeSnapshots:
-    """A store with one turn of a recurrent model in it."""
-    one = bench(states=16, snapshots=True)
-    ask(one, FIRST, conversation_id="c")
-    one.after(1.0)
-    assert one.snapshots is not None
-    return one.snapshots
+def states() -> int:
+    """Only recurrent models lose a state and keep its pages."""
+    return 16
 
 
 def make(bench: Make, stored: FakeSnapshots, early: bool) -> Bench:

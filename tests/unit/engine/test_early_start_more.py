@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 from torch import Tensor
 
 from engram_runtime.engine.sampling_params import SamplingParams
@@ -12,7 +11,7 @@ from engram_runtime.engine.sequence import Status
 from engram_runtime.engine.turns import TurnSpec
 from tests.unit.engine.conftest import Bench
 from tests.unit.engine.fakes import FakeSnapshots, oracle
-from tests.unit.engine.test_early_start import (
+from tests.unit.engine.restoring import (
     FIRST,
     HELD,
     NEW,
@@ -22,18 +21,10 @@ from tests.unit.engine.test_early_start import (
     next_prompt,
     report_of,
     start,
-    stored,
     until_copies,
 )
 
 Make = Callable[..., Bench]
-__all__ = ["stored"]
-
-
-@pytest.fixture(params=[0, 16], ids=["dense", "recurrent"])
-def states(request: pytest.FixtureRequest) -> int:
-    count: int = request.param
-    return count
 
 
 def test_its_step_copies_no_page_that_is_still_to_come(bench: Make, states: int, stored: FakeSnapshots) -> None:

@@ -11,53 +11,19 @@ import pytest
 
 from engram_runtime.engine.outputs import RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
-from engram_runtime.engine.turns import TurnReport, TurnSpec
+from engram_runtime.engine.turns import TurnSpec
 from engram_runtime.snapshots.types import Fetched, Miss, RestoreQuery
 from tests.support import patience
 from tests.unit.engine.conftest import Bench
 from tests.unit.engine.fakes import FakeSnapshots, fetched, oracle
+from tests.unit.engine.restoring import FIRST, NEW, ask, next_prompt, report_of
 
 Make = Callable[..., Bench]
-FIRST = [90] * 9 + [1, 2, 3]
-NEW = 6
-
-
-@pytest.fixture(params=[0, 16], ids=["dense", "recurrent"])
-def states(request: pytest.FixtureRequest) -> int:
-    count: int = request.param
-    return count
-
-
-def ask(one: Bench, prompt: list[int], **turn: Any) -> RequestOutput:
-    one.engine.add_request("r", prompt, SamplingParams(max_tokens=NEW), turn=TurnSpec(**turn))
-    output = one.run()["r", 0]
-    assert output.token_ids == oracle(prompt, NEW), "a restore changed the answer"
-    return output
-
-
-def report_of(output: RequestOutput) -> TurnReport:
-    assert output.turn is not None
-    return output.turn
-
-
-@pytest.fixture
-def stored(bench: Make, states: int) -> FakeSnapshots:
-    """A store with one turn in it: 12 prompt tokens and 5 of 6 generated ones."""
-    one = bench(states=states, snapshots=True)
-    ask(one, FIRST, conversation_id="c")
-    one.after(1.0)
-    assert one.snapshots is not None
-    assert len(one.snapshots.stored) == 1
-    return one.snapshots
-
-
-def next_prompt() -> list[int]:
-    return [*FIRST, *oracle(FIRST, NEW), 50, 51, 52]
 
 
 def test_another_engine_computes_only_what_is_new(bench: Make, states: int, stored: FakeSnapshots) -> None:
     one = bench(states=states, store=stored)
-    output = ask(one, next_prompt())
+    output = ask(one, next_prompt(52))
     report = report_of(output)
     held = len(FIRST) + NEW - 1
     assert (report.restored_tokens, report.prefilled_tokens) == (held, 4)
@@ -75,7 +41,7 @@ def test_another_engine_computes_only_what_is_new(bench: Make, states: int, stor
 
 def test_a_restored_prefix_is_an_ordinary_prefix_afterwards(bench: Make, states: int, stored: FakeSnapshots) -> None:
     one = bench(states=states, store=stored)
-    ask(one, next_prompt())
+    ask(one, next_prompt(52))
     assert one.snapshots is not None
     queries = len(one.snapshots.queries)
     report = report_of(ask(one, [*FIRST, *oracle(FIRST, NEW), 60, 61, 62]))
@@ -87,7 +53,7 @@ def test_a_restored_prefix_is_an_ordinary_prefix_afterwards(bench: Make, states:
 def test_only_what_the_gpu_lacks_is_moved(bench: Make, states: int, stored: FakeSnapshots) -> None:
     one = bench(states=states, store=stored)
     ask(one, [*FIRST[:9], 40, 41], restore=False)
-    ask(one, next_prompt())
+    ask(one, next_prompt(52))
     assert one.snapshots is not None
     query = one.snapshots.queries[-1]
     assert query.kv_from == 8  # two whole blocks of the common nine tokens
@@ -108,7 +74,7 @@ def test_nothing_is_asked_when_the_gpu_has_as_much_as_there_can_be(bench: Make, 
 
 def test_restore_can_be_declined(bench: Make, states: int, stored: FakeSnapshots) -> None:
     one = bench(states=states, store=stored)
-    assert report_of(ask(one, next_prompt(), restore=False)).restored_tokens == 0
+    assert report_of(ask(one, next_prompt(52), restore=False)).restored_tokens == 0
     assert one.snapshots is not None
     assert one.snapshots.queries == []
 
@@ -161,7 +127,7 @@ def gap(stored: FakeSnapshots) -> Callable[[RestoreQuery], Fetched | Miss]:
     ("make_answer", "words"),
     [
         (lambda stored: lambda query: Miss("the checksum of piece 3 is wrong", failed=True), "checksum"),
-        (lambda stored: change(stored, position=len(next_prompt())), "whole prompt"),
+        (lambda stored: change(stored, position=len(next_prompt(52))), "whole prompt"),
         (short, "lacks the keys and values of token 5"),
         (gap, "lacks the keys and values of token 4"),
     ],
@@ -172,10 +138,10 @@ def test_what_cannot_be_used_ends_in_a_prefill_that_says_why(
     one = bench(states=states, snapshots=True)
     assert one.snapshots is not None
     one.snapshots.answer = make_answer(stored)
-    report = report_of(ask(one, next_prompt()))
+    report = report_of(ask(one, next_prompt(52)))
     assert report.restore_failed
     assert words in (report.restore_error or "")
-    assert (report.restored_tokens, report.prefilled_tokens) == (0, len(next_prompt()))
+    assert (report.restored_tokens, report.prefilled_tokens) == (0, len(next_prompt(52)))
     assert report.tier is None
     one.after(1.0)
     assert one.engine.stats().restore_failures == 1
@@ -190,7 +156,7 @@ def test_keys_and_values_without_their_state_are_not_used(bench: Make) -> None:
     one = bench(states=16, snapshots=True)
     assert one.snapshots is not None
     one.snapshots.answer = change(first.snapshots, state=None)
-    report = report_of(ask(one, next_prompt()))
+    report = report_of(ask(one, next_prompt(52)))
     assert "no recurrent state" in (report.restore_error or "")
     assert report.restored_tokens == 0
 
@@ -223,7 +189,7 @@ def test_tensors_that_cannot_be_written_end_in_a_prefill(
         raise ValueError("packed has another shape")
 
     monkeypatch.setattr(one.executor, "write_kv", refuse)
-    report = report_of(ask(one, next_prompt()))
+    report = report_of(ask(one, next_prompt(52)))
     assert report.restore_error == "ValueError: packed has another shape"
     one.after(1.0)
     assert one.engine.stats().blocks_used == 0
@@ -236,10 +202,10 @@ def test_a_full_gpu_prefills(bench: Make, stored: FakeSnapshots, states: int) ->
     one.engine.step()
     assert blocker.first.block_ids
     # The answer is there before the engine takes another step, so the blocks are really still in use.
-    one.engine.add_request("r", next_prompt(), SamplingParams(max_tokens=NEW), turn=TurnSpec())
+    one.engine.add_request("r", next_prompt(52), SamplingParams(max_tokens=NEW), turn=TurnSpec())
     one.engine.wait(patience.SECONDS)
     output = one.run()["r", 0]
-    assert output.token_ids == oracle(next_prompt(), NEW)
+    assert output.token_ids == oracle(next_prompt(52), NEW)
     assert "no free blocks" in (report_of(output).restore_error or "")
 
 
@@ -348,7 +314,7 @@ def test_an_abort_during_a_restore_gives_everything_back(bench: Make, states: in
 
     assert one.snapshots is not None
     one.snapshots.answer = slow
-    one.engine.add_request("r", next_prompt(), SamplingParams(n=2), turn=TurnSpec())
+    one.engine.add_request("r", next_prompt(52), SamplingParams(n=2), turn=TurnSpec())
     one.engine.step()
     one.engine.abort("r")
     done = one.run()
@@ -364,11 +330,11 @@ def test_restored_prefixes_of_waiting_requests_do_not_block_the_pool(
 ) -> None:
     one = bench(states=states, store=stored, blocks=9, window=36, seqs=1)
     for number in range(4):
-        prompt = [*next_prompt(), number]
+        prompt = [*next_prompt(52), number]
         one.engine.add_request(f"r{number}", prompt, SamplingParams(max_tokens=NEW), turn=TurnSpec())
     done = one.run()
     for number in range(4):
-        assert done[f"r{number}", 0].token_ids == oracle([*next_prompt(), number], NEW)
+        assert done[f"r{number}", 0].token_ids == oracle([*next_prompt(52), number], NEW)
 
 
 def test_a_measured_rate_is_passed_only_where_slow_restores_are_to_be_refused(bench: Make) -> None:
