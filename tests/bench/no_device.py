@@ -62,5 +62,12 @@ class NoDevice(Device):
     def read_kv(self, block_ids: Sequence[int], first: int, count: int) -> Tensor:
         return torch.zeros(kv_shape(self.layout, count), dtype=self.kv.dtype)
 
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
         """Nothing is kept."""
+        return 0

@@ -66,19 +66,25 @@ class Device:
         blocks, offsets = self._places(block_ids, first, count)
         return self.kv[:, :, blocks, :, offsets].permute(1, 2, 3, 0, 4).contiguous()
 
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
-        blocks, offsets = self._places(block_ids, first, packed.shape[3])
-        self.kv[:, :, blocks, :, offsets] = packed.permute(3, 0, 1, 2, 4)
+    def write(
+        self,
+        block_ids: Sequence[int],
+        kv: Sequence[tuple[int, Tensor]],
+        state_slot: int | None,
+        state: dict[str, Tensor],
+    ) -> int:
+        for first, packed in kv:
+            blocks, offsets = self._places(block_ids, first, packed.shape[3])
+            self.kv[:, :, blocks, :, offsets] = packed.permute(3, 0, 1, 2, 4)
+        for name, value in state.items() if state_slot is not None else ():
+            self.states[name][state_slot] = value
+        return 0
 
     def settle(self) -> None:
         """Writes are done when they return."""
 
     def read_state(self, slot: int) -> dict[str, Tensor]:
         return {name: states[slot].clone() for name, states in self.states.items()}
-
-    def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
-        for name, value in tensors.items():
-            self.states[name][slot] = value
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

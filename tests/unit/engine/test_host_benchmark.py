@@ -1,10 +1,14 @@
-"""The benchmark of the engine's host work runs, and counts what it says it counts."""
+"""The benchmarks of the engine's host work run, and count what they say they count."""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 
-from tests.bench import bench_engine_host
+from tests.bench import bench_engine_host, bench_restore_host
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +34,13 @@ def test_turns_go_on_together_from_what_the_device_holds(case: str, steps: int) 
     found = bench_engine_host.CASES[case]()
     assert found["steps with prompts"] == steps
     assert 0 < found["ms until handed over"] <= found["ms until all have a token"]
+
+
+def test_a_turn_comes_back_from_host_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_restore_host", "--tokens", "300"])
+    monkeypatch.setattr(bench_restore_host.process, "settle", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bench_restore_host.main()  # raises where a turn was not restored
+    assert "300 tokens: GPU tier" in capsys.readouterr().out
