@@ -193,13 +193,7 @@ class _NoDevice:
     def read_kv(self, block_ids: Sequence[int], first: int, count: int) -> Tensor:
         raise SnapshotError("there is no device here")
 
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
-        raise SnapshotError("there is no device here")
-
     def read_state(self, slot: int) -> dict[str, Tensor]:
-        raise SnapshotError("there is no device here")
-
-    def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         raise SnapshotError("there is no device here")
 
     def write(

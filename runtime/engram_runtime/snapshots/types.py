@@ -66,14 +66,8 @@ class KVTransfer(Protocol):
         """Tokens [first, first+count) of the sequence whose block table is `block_ids` -> host [L, 2, K, count, D],
         contiguous. L may be 0."""
 
-    def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
-        """The inverse of read_kv: `packed` [L, 2, K, count, D] becomes tokens [first, first+count)."""
-
     def read_state(self, slot: int) -> dict[str, Tensor]:
         """Host copies of a checkpoint slot: {"ssm": [layers, H, P, N], "conv": [layers, C, W-1]}; {} without state."""
-
-    def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
-        """The inverse of read_state."""
 
     def write(
         self,
@@ -82,7 +76,8 @@ class KVTransfer(Protocol):
         state_slot: int | None,
         state: dict[str, Tensor],
     ) -> int:
-        """All of a restore: (first token, packed) pieces as of `write_kv`, and a state unless `state_slot` is None.
+        """All of a restore, the inverse of read_kv and read_state: (first token, packed) pieces, and a state unless
+        `state_slot` is None.
 
         Returns, before all of it is there, a number to give to the step that reads it (`StepPlan.after`); 0 when
         nothing has to be waited for. `settle` is still to be called.

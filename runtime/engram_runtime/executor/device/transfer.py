@@ -167,7 +167,6 @@ class DeviceTransfer(CacheTransfer):
 
     # To the device
 
-    @torch.inference_mode()
     def write_kv(self, block_ids: Sequence[int], first: int, packed: Tensor) -> None:
         """packed [L, 2, K, count, D] becomes tokens [first, first + count), once `settle` has returned.
 
@@ -176,17 +175,11 @@ class DeviceTransfer(CacheTransfer):
         if self._rows is None or not packed.numel() or packed.dtype != self._caches.kv[0].dtype:
             super().write_kv(block_ids, first, packed)
             return
-        with self._in.lock:
-            table, (piece,) = self._prepare(block_ids, [(first, packed)])
-            for begin, part in self._groups(piece.whole):
-                self._queue_part(piece, begin, part, table, self._rows)
-            self._expect(piece.whole, piece.digest)
+        self.write(block_ids, [(first, packed)], None, {})
 
-    @torch.inference_mode()
     def write_state(self, slot: int, tensors: dict[str, Tensor]) -> None:
         """The inverse of `read_state`, once `settle` has returned; ValueError for a missing or misshapen tensor."""
-        with self._in.lock:
-            self._queue_state(slot, tensors)
+        self.write((), [], slot, tensors)
 
     @torch.inference_mode()
     def write(
