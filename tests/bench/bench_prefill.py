@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
     parts = args.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts must be some of {', '.join(PARTS)}, got {args.parts!r}")
     results: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     for name in args.models.split(","):
         with torch.no_grad():

@@ -82,7 +82,7 @@ NOTES = """\
   turn is computed from the one before when it is restored; nothing was dropped with the larger models.
 - Restores and saves are one run, with BLAKE3 as in the product's image. Missed: 45 GB/s from the host by Granite's 4k
   and 26k tokens, 0.5 ms in the GPU tier by 64k of Granite.
-- *Started after it* is measured in the same process. With everything on the card the turn takes 6.4 to 8.4 ms (GPU
+- *Started after it* is measured in the same process. With everything on the card the turn takes 6.5 to 8.4 ms (GPU
   tier); of that 1.4 to 6.7 ms are hidden behind the copy. Who is not alone starts after the copy: its step would make
   the others wait.
 - A restore's time no longer contains what the engine does when it is over, if the turn has started by then.

@@ -338,11 +338,10 @@ class LLMEngine:
         if sequence not in self._owners:
             return
         complete = reason in ("stop", "length")
-        running = sequence.status is Status.RUNNING and not sequence.background
         if sequence.arriving is not None and self._restorer is not None:
             self._restorer.abandon(request)  # what it has computed may be unsound: nobody gets it
             self._scheduler.admission.take_back(sequence)
-        elif running:
+        elif sequence.status is Status.RUNNING and not sequence.background:
             # A step that runs ahead has fed the last token already; the sequence ends before it all the same.
             sequence.computed = min(sequence.computed, sequence.known - 1)
             slot = self._scheduler.take_state(sequence)

@@ -42,9 +42,8 @@ class Meter:
         self._new_ttft.clear()
         self._new_itl.clear()
         prefill = sum(work.end - work.start for work in step.work if work.end - work.start > 1)
-        if step.plan.after:
-            return  # it has waited for a copy
-        if prefill >= 16 and seconds > 0:
+        # A step that has followed a restore has waited for it.
+        if prefill >= 16 and seconds > 0 and not step.plan.after:
             rate = prefill / seconds
             self._rate = rate if self._rate is None else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate
 
