@@ -44,7 +44,7 @@ def test_experts(tokens: int, count: int, width: int, inner: int, top: int) -> N
     assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base.float()) < 6e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 64, 128, 200])
 def test_a_shared_expert_rides_along(tokens: int) -> None:
     count, width, inner, top = 64, 1536, 512, 6
     x = torch.randn(tokens, width, device="cuda").to(BF16)

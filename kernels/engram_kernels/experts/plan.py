@@ -15,9 +15,10 @@ import torch
 
 from engram_kernels.tuning import parameters, tuned, tuned_or_none
 
-SMALL_PAIRS = 128
-"""A step of so many pairs goes to `small.py`: in whole steps of Granite-4.0-H-tiny on an H200 it is faster at 8 tokens
-and slower at 64."""
+SMALL_PAIRS = 512
+"""A step of so many pairs goes to `small.py`. Whole steps of Granite-4.0-H-tiny on an H200 with it and with the sorted
+list: 32 tokens (192 pairs) 5.21 and 5.81 ms, 64 tokens 6.83 and 6.99; 128 tokens need wider tiles for it (see the table
+of the H200)."""
 WIDEST = 8192
 """Wider rows do not fit the registers of `direct.py`."""
 MOST_TOKENS = 8192

@@ -2,7 +2,8 @@
 
 At a few hundred (token, choice) pairs a list sorted over all experts costs more time to make than it saves. Here every
 expert has room for all tokens, so one launch makes all lists and none depends on another's length. The slices of a
-shared expert, which every token takes, are further experts of the same width: their weights ride along.
+shared expert, which every token takes, ride along: each is a few more experts of the same width and the same weights,
+one for every BM tokens, or one program would compute all of their row tiles in turn while the others are done.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit(do_not_specialize=["tokens", "pairs"])
 def list_tokens(
     ids, lists, counts, tokens, pairs,
-    E: tl.constexpr, NS: tl.constexpr, ROOM: tl.constexpr, PP: tl.constexpr, USE_PDL: tl.constexpr,
+    E: tl.constexpr, NS: tl.constexpr, ROOM: tl.constexpr, BM: tl.constexpr, PP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert or slice): its pairs in order into lists [E + NS, ROOM], how many into counts [E + NS]. The pairs
-    of slice j of a shared expert are pairs + token * NS + j."""
+    """Program (expert or rider): its pairs in order into lists [E + riders, ROOM], how many into counts. Rider i is BM
+    tokens, those from i // NS * BM on, in slice i % NS of a shared expert, whose pairs are pairs + token * NS + slice.
+    """
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -29,8 +31,11 @@ def list_tokens(
         tl.store(lists + e * ROOM + tl.cumsum(hit, 0) - 1, p, mask=hit > 0)
         tl.store(counts + e, tl.sum(hit, 0))
     else:
-        tl.store(lists + e * ROOM + p, pairs + p * NS + (e - E), mask=p < tokens)
-        tl.store(counts + e, tokens)
+        slices: tl.constexpr = NS if NS > 0 else 1
+        first = (e - E) // slices * BM
+        i = tl.arange(0, BM)
+        tl.store(lists + e * ROOM + i, pairs + (first + i) * NS + (e - E) % slices, mask=first + i < tokens)
+        tl.store(counts + e, tl.minimum(tl.maximum(tokens - first, 0), BM))
 
 
 @triton.jit
@@ -45,11 +50,11 @@ def gate_up_small(
     TOP: tl.constexpr, NS: tl.constexpr, M: tl.constexpr, F: tl.constexpr, E: tl.constexpr, ROOM: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (column tile, expert or slice): silu(gate) * up into hidden [pairs + tokens * NS, F]."""
+    """Program (column tile, expert or rider): silu(gate) * up into hidden [pairs + tokens * NS, F]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    e = E + NS - 1 - tl.program_id(1)  # the slices of a shared expert have most tokens: they start first
+    e = tl.num_programs(1) - 1 - tl.program_id(1)  # riders have most tokens: they start first
     count = tl.load(counts + e)
     i = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -59,7 +64,7 @@ def gate_up_small(
     up_at = w_at + F * M
     if NS > 0:  # noqa: SIM102 - the inner test is made on the GPU, the outer one when the kernel is compiled
         if e >= E:
-            w_at = shared + (e - E) * (F * M) + rows
+            w_at = shared + (e - E) % NS * (F * M) + rows
             up_at = w_at + NS * F * M
     for first in range(0, count, BM):
         pair = tl.load(lists + e * ROOM + first + i, mask=first + i < count, other=0)
@@ -84,11 +89,11 @@ def down_small(
     NS: tl.constexpr, M: tl.constexpr, F: tl.constexpr, E: tl.constexpr, ROOM: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (column tile, expert or slice): weighted outputs into out [pairs + tokens * NS, M]."""
+    """Program (column tile, expert or rider): weighted outputs into out [pairs + tokens * NS, M]."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    e = E + NS - 1 - tl.program_id(1)  # the slices of a shared expert have most tokens: they start first
+    e = tl.num_programs(1) - 1 - tl.program_id(1)  # riders have most tokens: they start first
     count = tl.load(counts + e)
     i = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -97,7 +102,7 @@ def down_small(
     w_at = w + tl.cast(e, tl.int64) * (M * F) + row * F + k[None, :]
     if NS > 0:  # noqa: SIM102 - the inner test is made on the GPU, the outer one when the kernel is compiled
         if e >= E:
-            w_at = shared + (e - E) * F + row * (NS * F) + k[None, :]
+            w_at = shared + (e - E) % NS * F + row * (NS * F) + k[None, :]
     for first in range(0, count, BM):
         pair = tl.load(lists + e * ROOM + first + i, mask=first + i < count, other=0)
         live = (first + i < count)[:, None]

@@ -72,7 +72,7 @@ def split_plan(sequences: int, block: int, heads: int, kv_heads: int, dim: int, 
 
 def _size(pairs: int) -> str:
     """A word for the number of (sequence, KV head) pairs: how much there is to read without splitting."""
-    return "tiny" if pairs <= 32 else "small" if pairs <= 256 else "medium" if pairs <= 1024 else "large"
+    return "tiny" if pairs <= 32 else "small" if pairs <= 256 else "medium" if pairs <= 512 else "large"
 
 
 @functools.cache

@@ -54,8 +54,8 @@ EXPERTS = {  # GPU, shape, tokens -> parameters
     (None, TINY, 4): Direct(4, 8, 4),
     (None, WIDE, 4): Small(16, 32, 64, 128, 4, 4),  # such rows do not fit registers
     (None, TINY, 5): Small(16, 32, 64, 128, 4, 4),
-    (None, TINY, 21): Small(16, 32, 64, 128, 4, 4),  # 126 pairs
-    (None, TINY, 22): Grouped(16, 32, 64, 128, 4, 4),  # 132
+    (None, TINY, 85): Small(16, 32, 64, 128, 4, 4),  # 510 pairs
+    (None, TINY, 86): Grouped(16, 32, 64, 128, 4, 4),  # 516
     (None, TINY, 170): Grouped(16, 32, 64, 128, 4, 4),
     (None, TINY, 171): Grouped(32, 64, 128, 64, 3, 4),  # more than 16 pairs an expert
     (None, TINY, 1024): Grouped(32, 64, 128, 64, 3, 4),
@@ -64,8 +64,11 @@ EXPERTS = {  # GPU, shape, tokens -> parameters
     (H200, TINY, 1): Direct(2, 4, 4),
     (H200, TINY, 2): Direct(2, 4, 4),
     (H200, TINY, 3): Small(16, 32, 64, 128, 4, 4),
-    (H200, TINY, 21): Small(16, 32, 64, 128, 4, 4),
-    (H200, TINY, 64): Grouped(16, 32, 64, 128, 4, 4),
+    (H200, TINY, 16): Small(16, 32, 64, 128, 4, 4),
+    (H200, TINY, 17): Small(16, 32, 32, 128, 3, 2),  # listed for this model's shape
+    (H200, TINY, 64): Small(16, 32, 64, 128, 4, 4),
+    (H200, TINY, 65): Small(32, 64, 64, 128, 3, 4),  # listed
+    (H200, TINY, 129): Grouped(16, 32, 32, 128, 3, 2),
     (H200, TINY, 300): Grouped(64, 64, 128, 64, 3, 4),
     (H200, TINY, 8192): Grouped(128, 128, 256, 64, 3, 8),
 }
@@ -79,12 +82,13 @@ SPLITS = {  # GPU, sequences, block, heads, dtype -> parameters
     (None, 1, 1, QWEN, torch.float32): Split(16, 1, 4, 2, 16),
     (None, 1, 16, QWEN, BF16): Split(64, 3, 4, 2, 16),
     (H200, 1, 1, QWEN, BF16): Split(64, 2, 4, 4, 64),
-    (H200, 8, 1, QWEN, BF16): Split(64, 2, 4, 4, 16),
-    (H200, 64, 1, QWEN, BF16): Split(64, 2, 4, 1, 16),
-    (H200, 64, 1, GRANITE, BF16): Split(64, 2, 4, 4, 16),
-    (H200, 256, 1, QWEN, BF16): Split(64, 2, 4, 4, 16),
+    (H200, 8, 1, QWEN, BF16): Split(64, 2, 2, 4, 16),
+    (H200, 64, 1, QWEN, BF16): Split(64, 2, 2, 4, 16),
+    (H200, 64, 1, GRANITE, BF16): Split(64, 2, 2, 4, 16),
+    (H200, 65, 1, QWEN, BF16): Split(32, 2, 1, 8, 16),
+    (H200, 256, 1, QWEN, BF16): Split(32, 2, 1, 8, 16),
     (H200, 1, 16, QWEN, BF16): Split(64, 3, 4, 2, 16),
-    (H200, 16, 21, SMOL, BF16): Split(64, 3, 4, 2, 16),
+    (H200, 16, 21, SMOL, BF16): Split(64, 3, 4, 1, 16),
     (H200, 3, 1, SMOL, torch.float32): Split(16, 1, 4, 2, 16),
 }
 TILES = {  # GPU, tokens, heads, dtype -> parameters
@@ -224,14 +228,14 @@ def test_experts_launch_what_the_table_says(
     monkeypatch: pytest.MonkeyPatch, gpu: Callable[[str | None], None], tmp_path: Path
 ) -> None:
     gpu(OTHER)
-    x, w_in, w_out = (torch.empty(*shape, dtype=BF16) for shape in ((40, 64), (8, 64, 64), (8, 64, 32)))
-    weights, ids = torch.ones(40, 4), torch.zeros(40, 4, dtype=torch.int64)
+    x, w_in, w_out = (torch.empty(*shape, dtype=BF16) for shape in ((130, 64), (8, 64, 64), (8, 64, 32)))
+    weights, ids = torch.ones(130, 4), torch.zeros(130, 4, dtype=torch.int64)
     names = ["gate_up_small", "down_small", "list_tokens", "_count", "_place", "_gate_up", "_down", "_sum"]
     plain = Launches(monkeypatch, experts_kernel, names)
     monkeypatch.setattr(experts_kernel, "dependent_launch", lambda tensor: False)
     experts_kernel.experts(x, w_in, w_out, weights, ids)
-    assert set(plain.made) == {"_count", "_place", "_gate_up", "_down", "_sum"}  # 160 pairs
-    key = experts_plan.key(64, 4, 8, 64, 32, 0, BF16)
+    assert set(plain.made) == {"_count", "_place", "_gate_up", "_down", "_sum"}  # 520 pairs
+    key = experts_plan.key(256, 4, 8, 64, 32, 0, BF16)
     entry = {"kind": "small", "bm": 32, "bn": 8, "bn_down": 16, "bk": 64, "stages": 5, "warps": 2}
     store.merge(tmp_path, {**ABOUT, "gpu": OTHER}, {"experts": {key: entry}})
     gpu(OTHER)
@@ -242,21 +246,21 @@ def test_experts_launch_what_the_table_says(
     grid, arguments, options = tuned.made["gate_up_small"]
     assert (grid, options) == ((4, 8), {"num_warps": 2})
     # ..., F, E, room for the tokens of any step of this size, bm, bn, bk, stages, no dependent launch
-    assert arguments[-8:] == (32, 8, 64, 32, 8, 64, 5, False)
+    assert arguments[-8:] == (32, 8, 256, 32, 8, 64, 5, False)
     assert tuned.made["down_small"][0] == (4, 8)
     assert tuned.made["down_small"][1][-4:] == (16, 64, 5, False)
 
 
-@pytest.mark.parametrize("tokens", [1, 21])
-def test_room_of_a_list_is_what_it_was_without_a_table(
-    tokens: int, monkeypatch: pytest.MonkeyPatch, gpu: Callable[[str | None], None]
+@pytest.mark.parametrize(("tokens", "room"), [(1, 1), (21, 32), (32, 32)])
+def test_room_of_a_list_is_the_same_for_many_numbers_of_tokens(
+    tokens: int, room: int, monkeypatch: pytest.MonkeyPatch, gpu: Callable[[str | None], None]
 ) -> None:
     gpu(OTHER)
     launches = Launches(monkeypatch, experts_kernel, ["gate_up_small", "down_small", "list_tokens", "_sum"])
     x, w_in, w_out = (torch.empty(*shape, dtype=BF16) for shape in ((tokens, 9000), (8, 64, 9000), (8, 9000, 32)))
     ids = torch.zeros(tokens, 6, dtype=torch.int64)
     experts_kernel.experts(x, w_in, w_out, torch.ones(tokens, 6), ids)
-    assert launches.made["list_tokens"][1][7] == tokens
+    assert launches.made["list_tokens"][1][7] == room
 
 
 def test_attention_launches_what_the_table_says(

@@ -41,7 +41,7 @@ def test_experts(tokens: int) -> None:
     assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [2, 9, 30, 140])
+@pytest.mark.parametrize("tokens", [2, 9, 30, 120, 140])
 @pytest.mark.parametrize("width", [24, 48, 30])
 def test_a_shared_expert_rides_along(tokens: int, width: int) -> None:
     """Its width is one or two of the experts' (folded into their launches) or none (computed before)."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.paged_attention import kernel
-from engram_kernels.paged_attention.plan import Tile
+from engram_kernels.paged_attention.plan import Split, Tile
 from engram_kernels.rope_attention.kernel import rope_attention
 from engram_kernels.rope_attention.reference import rope_attention as rope_attention_reference
 from tests.support.kernel_cases import Sequences, attention_fp64, filled_cache, make_step, relative_error, with_bounds
@@ -29,6 +29,23 @@ def test_step_matches_fp64(name: str, dtype: torch.dtype) -> None:
     out = kernel.paged_attention(q, kv, meta, dim**-0.5)
     assert out.dtype == dtype
     assert relative_error(out, attention_fp64(q, kv, meta, dim**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("waves", [1, 2, 5])
+@pytest.mark.parametrize(
+    "lengths",
+    [[96] * 4, [48, 49, 47, 80, 81], [700, 3, 3, 3, 3, 3], [33, 64, 65, 97, 160, 161, 512], [1] * 9 + [300]],
+    ids=str,
+)
+def test_every_piece_of_a_rounded_plan_has_a_program(lengths: list[int], waves: int) -> None:
+    """Lengths of half a piece, one and a half, and of many: none may need more programs than were launched."""
+    seqs = [(1, length) for length in lengths]
+    meta, pool = make_step(seqs)
+    kv = filled_cache(meta, pool, 1, 16, torch.float32)
+    q = torch.randn(len(seqs), 2, 16)
+    out = torch.full_like(q, torch.nan)
+    kernel.run_split(Split(16, 1, 4, waves, 4), q, kv, out, meta, 0, len(seqs), len(seqs), 1, 0.25, None)
+    assert relative_error(out, attention_fp64(q, kv, meta, 0.25)) < 1e-5
 
 
 @pytest.mark.parametrize("ahead", [False, True])
