@@ -36,11 +36,12 @@ engine ([step.json](../tests/bench/results/step.json), `python tests/bench/bench
 
 What limits these figures, and what was not run:
 
-- The rows are those of one run of `make bench-gpu PART=decode` (commit 60bdccc), those of Qwen3-0.6B of another (commit
-  9ef967f). Four decodes in a launch gain it nothing, and were not run with the other dense models. Whole steps and
-  prompts below are an older run of `bench_step.py`. Four answers of each row were judged by the same weights in fp32:
-  their root mean square distance is at most 1.23 times that of torch's own bf16 operators (decode.json has both).
-- Missed bars: Qwen3-8B at 256 (12.9 against 11.5 ms), Granite at 64 (7.02 against 6.0) and 256 (13.9 against 12). With
+- The rows are those of one run of `make bench-gpu PART=decode` (commit 82890b8) but for Granite with bf16 states
+  (60bdccc, with the attention and experts of before). Four decodes in a launch change it by one percent or two in
+  either direction: they stay off. Whole steps and prompts below are an older run of `bench_step.py`. Four answers of
+  each row were judged by the same weights in fp32: their root mean square distance is at most 1.12 times that of
+  torch's own bf16 operators (decode.json has both).
+- Missed bars: Qwen3-8B at 256 (12.3 against 11.5 ms), Granite at 64 (6.76 against 6.0) and 256 (13.9 against 12). With
   bf16 states (`--state-dtype bfloat16`) Granite takes 6.28 and 11.0: those bars were reckoned from states of two bytes,
   while fp32 states alone put the floor at 256 at 10.3 ms. From run to run and card to card these figures vary by two or
   three percent, those of 8B at 256 by more, since the card's power decides how fast its products run there.
@@ -48,8 +49,9 @@ What limits these figures, and what was not run:
   block of every sequence in the same step (`python -m tests.bench.bench_engine_host` has the host's part).
 - With random weights Granite's choices are clear (0.0 behind fp32, torch's too), so its check says little; its kernels
   and tiny models with other weights are checked by `make test-gpu`.
-- GPU tests (`make test-gpu`): 840 passed, 4 skipped, 3 expected failures that watch faults of Triton, in 97 s (commit
-  bb4060d); those of transfers, early starts and the executor again on 7e1e8b5 (42 passed, 1 skipped).
+- GPU tests (`make test-gpu`): 851 passed, 3 skipped, 3 expected failures that watch faults of Triton, in 97 s (the
+  kernels of commit 82890b8; a rule for which experts' kernel serves how many tokens came after, and those of experts
+  and attention ran again on the commit itself: 122 passed).
 - HTTP and the tokenizer are outside.
 
 ## Whole steps without the engine

@@ -3,7 +3,7 @@
     PYTHONPATH=kernels:runtime:. python tests/bench/tune_model.py Granite-4.0-H-tiny [options of engram autotune]
 
 The table goes to $OUT/tuning when OUT is set, else where `engram autotune` puts it. Its entries have the form of those
-in kernels/engram_kernels/tuning/<gpu>.json. Not run on a GPU yet.
+in kernels/engram_kernels/tuning/<gpu>.json.
 """
 
 from __future__ import annotations
