@@ -85,8 +85,8 @@ NOTES = """\
   tier); of that 1.4 to 6.7 ms are hidden behind the copy. Who is not alone starts after the copy: its step would make
   the others wait.
 - A restore's time no longer contains what the engine does when it is over, if the turn has started by then.
-- Starts are one run (commit dee0006), one start of each kind. With an empty Triton cache 20 of 37 seconds are compiling;
-  with a filled one the disk decides, and imports and reading weights where the page cache has the checkpoint.
+- Starts are one run (commit dee0006), one start of each kind. With an empty Triton cache compiling takes 20 of the 37
+  seconds; with a filled one the disk decides, and imports and reading weights where the page cache has the checkpoint.
 - The store (S3) was not measured on this machine."""
 
 

@@ -1,7 +1,8 @@
 """The attention of a model as problems for the search: decodes, short chunks on a history, and chunks of any length.
 
-Each key serves every length of context, so each problem is several lengths, which count alike. Decodes are tuned in the
-form of a decode step, where the kernel norms, rotates and appends as well.
+Each key serves every length of context, so each problem is several lengths, which count alike. Among many sequences of
+one length another may be much longer, which must not end long after the others: that is a case of its own. Decodes are
+tuned in the form of a decode step, where the kernel norms, rotates and appends as well.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ SHARED_MEMORY = 227 << 10
 REGISTERS = 160
 """Scores and sums in fp32 that a thread may hold."""
 MOST_SETS = 64
+COMPANY, LONGER = 8, 16
+"""From so many decodes on, one that is so many times as long as the others is among the cases."""
 CONTEXTS = (512, 2048, 8192)
 CHUNKS = ((8, 500), (40, 2500), (120, 8000))
 """New tokens, length."""
-DECODE_TILES = [(64, 2, 4), (64, 3, 4), (32, 3, 4), (32, 4, 2), (64, 3, 2), (128, 2, 4), (128, 2, 8), (32, 2, 2)]
+DECODE_TILES = [
+    *((64, 2, 4), (64, 3, 4), (64, 2, 2), (64, 3, 2), (32, 3, 4), (32, 2, 1), (32, 3, 1), (16, 3, 1)),
+    *((128, 2, 4), (128, 2, 8)),
+]
 CHUNK_TILES = [(64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 8), (64, 2, 8), (128, 2, 4)]
 """Keys, stages, warps."""
 WINDOW = 64
@@ -156,6 +162,9 @@ class Decodes:
 
     def problem(self, size: int, operands: Operands, card: Card) -> Problem[Split]:
         lists = [[(1, length) for length in uneven(size, context)] for context in self.contexts]
+        if size >= COMPANY:
+            (_, first), *others = lists[0]
+            lists.append([(1, first * LONGER), *others])
         cases = [self._case(size, seqs, operands) for seqs in affordable(self.heads, lists, operands)]
         return _problem(self, size, cases, card)
 

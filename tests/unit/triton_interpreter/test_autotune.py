@@ -99,6 +99,13 @@ def test_contexts_that_need_too_much_memory_are_left_out(monkeypatch: pytest.Mon
     assert attention.affordable(heads, lists, attention.Operands(CPU, False)) == [lists[0]]
 
 
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_long_sequence_among_many_short_ones_is_a_case(size: int) -> None:
+    subject = Decodes(HEADS, (size,), (20, 40))
+    problem = subject.problem(size, subject.operands(CPU, False), H200)
+    assert [case.name for case in problem.cases] == [f"{size}x15", f"{size}x35"] + [f"{size}x240"] * (size >= 8)
+
+
 def test_all_three_ways_of_the_experts_compete() -> None:
     kinds = {size: {type(choice) for choice in EXPERTS.candidates(size, H200)} for size in (1, 8, 2048)}
     assert kinds == {1: {Direct, Small}, 8: {Direct, Small, Grouped}, 2048: {Grouped}}
