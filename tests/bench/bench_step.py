@@ -150,9 +150,10 @@ def prefill(model: CausalLM, name: str, tokens: int, history: int, profile: bool
     meta, pool = make_step([(tokens, history + tokens)], device="cuda")
     state = caches(model, pool, 3)
     ids = torch.randint(0, model.spec.vocab_size, (tokens,), device="cuda")
+    end = torch.tensor([tokens - 1], device="cuda")
 
     def step() -> torch.Tensor:
-        return _choose(model, model(ids, meta, state)[-1:])
+        return _choose(model, model(ids, meta, state, end))
 
     if tokens <= 128:  # a turn's new tokens run as a graph, padded to a bucket
         us = time_us([step], 60.0)

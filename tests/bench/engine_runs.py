@@ -162,8 +162,10 @@ def judged(judge: Judge, prompts: Sequence[Sequence[int]], answers: Sequence[Seq
 
 
 def prefill_floor_ms(model: CausalLM, tokens: int) -> float:
-    """Products of a prompt over the card's matrix rate: layers for every token, attention, one row of logits."""
+    """Products of a prompt over the card's matrix rate: layers for every token, attention, one row of logits. Of the
+    last layer only keys and values, or the state's inputs, are needed of every token."""
     spec, config = model.spec, model.spec.config
+    last = f"layers.{spec.num_layers - 1}."
     weights = 0.0
     for path, parameter in model.named_parameters():
         if parameter.dim() < 2 or "embed_tokens" in path or "lm_head" in path or "conv" in path:
@@ -171,8 +173,11 @@ def prefill_floor_ms(model: CausalLM, tokens: int) -> float:
         share = 1.0
         if path.endswith(("w_in", "w_out")):
             share = int(config["num_experts_per_tok"]) / parameter.shape[0]
+        if path.startswith(last) and "in_proj" not in path:
+            share = 2 * spec.num_kv_heads / (spec.num_q_heads + 2 * spec.num_kv_heads) if "qkv_proj" in path else 0.0
         weights += parameter.numel() * share
-    attention = 2 * tokens * tokens * spec.num_q_heads * spec.head_dim * spec.num_attention_layers
+    attending = spec.num_attention_layers - (spec.layer_types[-1] == "attention")
+    attention = 2 * tokens * tokens * spec.num_q_heads * spec.head_dim * attending
     return (2 * tokens * weights + attention) / MATMUL_TFLOPS / 1e9
 
 

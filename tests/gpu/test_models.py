@@ -120,3 +120,18 @@ def test_one_graph_serves_short_chunks_of_any_length(family: str, tmp_path: Path
             eager.step([(rows[0], count)])
             assert relative_error(hidden[:count], rows[0].hidden[-1]) < 2e-2
             done += count
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_a_last_layer_of_last_tokens_alone(family: str, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path, dtype=torch.bfloat16)
+    whole, pruned = (_stepper(path, "cuda", "bfloat16", "triton") for _ in range(2))
+    with torch.device("cuda"):
+        rows = [[stepper.row(_tokens(count)) for count in (300, 260, 40)] for stepper in (whole, pruned)]
+        counts = (1, 250, 40)
+        for stepper, own in zip((whole, pruned), rows, strict=True):
+            stepper.step([(own[0], 200)])
+        whole.step(list(zip(rows[0], counts, strict=True)))
+        ends = pruned.ends(list(zip(rows[1], counts, strict=True)))
+        expected = torch.stack([row.hidden[-1][-1] for row in rows[0]])
+    assert relative_error(ends, expected) < 2e-2

@@ -78,6 +78,16 @@ class Stepper:
             self.step(work)
 
     @torch.no_grad()
+    def ends(self, work: Sequence[tuple[Row, int]]) -> torch.Tensor:
+        """As `step`, with a last layer that computes each row's last token alone: [rows, M], in the order of `work`,
+        which has decodes first."""
+        meta, ids = _metadata(work)
+        hidden: torch.Tensor = self.model(ids, meta, self.caches, meta.query_start[1:].long() - 1)
+        for row, count in work:
+            row.done += count
+        return hidden
+
+    @torch.no_grad()
     def logits(self, row: Row) -> torch.Tensor:
         """[tokens computed, V] fp32."""
         return self.model.logits(torch.cat(row.hidden))

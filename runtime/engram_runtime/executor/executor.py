@@ -73,11 +73,14 @@ class Executor:
             return StepResult(plan.step, {}, {})
         meta = step_metadata(plan.sequences, self._device)
         ids = torch.tensor(self._input_ids(plan.sequences), dtype=torch.int64, device=self._device)
-        hidden = self._model(ids, meta, self._caches)
+        ends = meta.query_start[1:].long() - 1
+        if plan.ends_only:
+            hidden = last = self._model(ids, meta, self._caches, ends)
+        else:
+            hidden = self._model(ids, meta, self._caches)
+            last = hidden[ends]
         self._copy_states(plan.state_saves)
-        return StepResult(
-            plan.step, self._sample(plan.sequences, hidden), self._prompt_logprobs(plan.sequences, hidden)
-        )
+        return StepResult(plan.step, self._sample(plan.sequences, last), self._prompt_logprobs(plan.sequences, hidden))
 
     def close(self) -> None:
         """Drop the caches; the executor is of no use afterwards."""
@@ -125,22 +128,21 @@ class Executor:
                 ids.extend(sequence.token_ids)
         return ids
 
-    def _sample(self, sequences: Sequence[SequencePlan], hidden: Tensor) -> dict[int, Sampled]:
+    def _sample(self, sequences: Sequence[SequencePlan], last: Tensor) -> dict[int, Sampled]:
+        """last [S, M]: final hidden state of each sequence's last token."""
         rows: list[Row] = []
         chosen: list[int] = []
-        last: list[int] = []
+        places: list[int] = []
         positions: list[int] = []
-        end = 0
-        for sequence in sequences:
-            end += sequence.num_tokens
+        for place, sequence in enumerate(sequences):
             if sequence.sample:
                 rows.append(self._rows[sequence.row])
                 chosen.append(sequence.row)
-                last.append(end - 1)
+                places.append(place)
                 positions.append(sequence.start + sequence.num_tokens)
         if not rows:
             return {}
-        logits = self._model.logits(hidden[torch.tensor(last, device=self._device)])
+        logits = self._model.logits(last[torch.tensor(places, device=self._device)])
         tokens = sampled_tokens(rows, self._ops.sample(logits, sampling_tensors(rows, positions, self._device)))
         for row, token in zip(rows, tokens, strict=True):
             row.append(token.token_id)

@@ -114,6 +114,11 @@ class SequencePlan:
         return self.state_slot if self.state_target is None else self.state_target
 
 
+def many_others(tokens: int, sequences: int) -> bool:
+    """Whether a step has so many tokens beside each sequence's last one that picking those out pays."""
+    return tokens > 2 * sequences
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -137,6 +142,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def ends_only(self) -> bool:
+        """The last layer computes each sequence's last token alone: nobody reads others, and there are many."""
+        asked = any(sequence.prompt_logprobs for sequence in self.sequences)
+        return not asked and many_others(self.num_tokens, len(self.sequences))
 
     @property
     def is_empty(self) -> bool:

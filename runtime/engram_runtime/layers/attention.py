@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from engram_kernels import StepMetadata
+from engram_runtime.layers.last_tokens import LastTokens
 from engram_runtime.layers.linear import FusedLinear, Linear
 from engram_runtime.layers.norm import RMSNorm
 from engram_runtime.layers.weights import Build, Targets
@@ -33,6 +34,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._rope_attention = build.ops.rope_attention
+        self._rope_append = build.ops.rope_append
+        self._paged_attention = build.ops.paged_attention
         self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
         self.rope = nn.Buffer(rope, persistent=False) if rope is not None else None
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
@@ -41,8 +44,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(build, head_dim, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(build, head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
-    def forward(self, x: Tensor, meta: StepMetadata, kv: Tensor) -> Tensor:
-        """x[T, M] -> [T, M]; writes the new keys and values into kv[2, NB, K, 16, D]."""
+    def forward(self, x: Tensor, meta: StepMetadata, kv: Tensor, last: LastTokens | None = None) -> Tensor:
+        """x[T, M] -> [T, M], or [S, M] of the last tokens; writes all new keys and values into kv[2, NB, K, 16, D]."""
         tokens = x.shape[0]
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q = q.view(tokens, self.heads, self.head_dim)
@@ -51,8 +54,12 @@ class Attention(nn.Module):
         norms: tuple[Tensor, Tensor, float] | tuple[()] = ()
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        attended = self._rope_attention(q, k, v, self.rope, kv, meta, self.scale, *norms)
-        projected: Tensor = self.o_proj(attended.reshape(tokens, self.heads * self.head_dim))
+        if last is None:
+            attended = self._rope_attention(q, k, v, self.rope, kv, meta, self.scale, *norms)
+        else:
+            q = self._rope_append(q, k, v, meta.positions, self.rope, kv, meta.slots, *norms)
+            attended = self._paged_attention(q[last.rows], kv, last.meta, self.scale)
+        projected: Tensor = self.o_proj(attended.flatten(1))
         return projected
 
     def targets(self, key: str) -> Targets:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engram_kernels import StepMetadata
+from engram_runtime.layers.last_tokens import LastTokens
 from engram_runtime.layers.linear import Linear
 from engram_runtime.layers.weights import Build, Target, Targets
 
@@ -85,8 +86,9 @@ class Mamba2Mixer(nn.Module):
         self.norm_weight = build.parameter(shape.inner)
         self.out_proj = Linear(build, shape.inner, hidden_size, bias=proj_bias)
 
-    def forward(self, x: Tensor, step: StateStep, ssm: Tensor, conv: Tensor) -> Tensor:
-        """x[T, M] -> [T, M]; advances ssm[slots, H, P, N] and conv[slots, C, W - 1] of the step's slots."""
+    def forward(self, x: Tensor, step: StateStep, ssm: Tensor, conv: Tensor, last: LastTokens | None = None) -> Tensor:
+        """x[T, M] -> [T, M], or [S, M] of the last tokens; advances ssm[slots, H, P, N] and conv[slots, C, W - 1] of
+        the step's slots by all tokens."""
         s = self.shape
         gate, conv_in, dt = self.in_proj(x).split_with_sizes([s.inner, s.channels, s.heads], dim=-1)
         mixed = self._causal_conv1d(conv_in, self.conv_weight, self.conv_bias, conv, step.whole)
@@ -99,6 +101,8 @@ class Mamba2Mixer(nn.Module):
             step,
             ssm,
         )
+        if last is not None:
+            y, gate = y[last.rows], gate[last.rows]
         normed = self._gated_rms_norm(y.flatten(1), gate, self.norm_weight, self.norm_eps, self.norm_groups)
         projected: Tensor = self.out_proj(normed)
         return projected

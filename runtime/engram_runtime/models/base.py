@@ -16,6 +16,7 @@ from engram_kernels import StepMetadata
 from engram_runtime.errors import CheckpointError
 from engram_runtime.layers.attention import Attention
 from engram_runtime.layers.embedding import OutputHead, TokenEmbedding
+from engram_runtime.layers.last_tokens import LastTokens
 from engram_runtime.layers.mamba2 import StateStep
 from engram_runtime.layers.mlp import GatedMLP
 from engram_runtime.layers.moe import SparseExperts
@@ -79,17 +80,22 @@ class CausalLM(nn.Module):
             build, self.embed_tokens, tied=self.tied, divisor=getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def forward(self, ids: Tensor, meta: StepMetadata, caches: Caches) -> Tensor:
-        """One step: ids[T] int64 -> final-normed hidden states [T, M]; caches are updated in place."""
+    def forward(self, ids: Tensor, meta: StepMetadata, caches: Caches, rows: Tensor | None = None) -> Tensor:
+        """One step: ids[T] int64 -> final-normed hidden states [T, M]; caches are updated in place.
+
+        rows [S] int64, where each sequence's last token is: only those hidden states are computed, [S, M].
+        """
         step = StateStep.of(meta)
+        last = None if rows is None else LastTokens.of(meta, rows)
         x = self.embed_tokens(ids)
         residual: Tensor | None = None
-        for layer in self.layers:
+        *before, final = self.layers
+        for layer in before:
             x, residual = layer(x, residual, step, caches)
-        assert residual is not None  # there is at least one layer
-        last = self.layers[-1]
-        assert isinstance(last, DecoderLayer)
-        hidden, _ = self.norm.add(x, residual, last.residual_scale)
+        x, residual = final(x, residual, step, caches, last)
+        assert residual is not None
+        assert isinstance(final, DecoderLayer)
+        hidden, _ = self.norm.add(x, residual, final.residual_scale)
         return hidden
 
     def weights_per_token(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from engram_runtime.layers.attention import Attention
+from engram_runtime.layers.last_tokens import LastTokens
 from engram_runtime.layers.mamba2 import Mamba2Mixer, StateStep
 from engram_runtime.layers.norm import RMSNorm
 from engram_runtime.models.caches import Caches
@@ -36,15 +37,20 @@ class DecoderLayer(nn.Module):
         self.cache_index = cache_index
         self.residual_scale = residual_scale
 
-    def forward(self, x: Tensor, residual: Tensor | None, step: StateStep, caches: Caches) -> tuple[Tensor, Tensor]:
-        """x[T, M], the last layer's contribution, and the residual before it -> the same of this layer."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None, step: StateStep, caches: Caches, last: LastTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x[T, M], the layer before's contribution, and the residual before it -> the same of this layer, each [T, M]
+        or, of the last tokens alone, [S, M]."""
         if residual is None:
             h, residual = self.input_norm(x), x
         else:
             h, residual = self.input_norm.add(x, residual, self.residual_scale)
         if isinstance(self.mixer, Attention):
-            mixed = self.mixer(h, step.whole, caches.pages(self.cache_index))
+            mixed = self.mixer(h, step.whole, caches.pages(self.cache_index), last)
         else:
-            mixed = self.mixer(h, step, *caches.state(self.cache_index))
+            mixed = self.mixer(h, step, *caches.state(self.cache_index), last)
+        if last is not None:
+            residual = residual[last.rows]
         h, residual = self.post_norm.add(mixed, residual, self.residual_scale)
         return self.feed_forward(h), residual

@@ -49,7 +49,14 @@ from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens
 from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.executor.executor import PROMPT_LOGPROB_ROWS
 from engram_runtime.executor.memory import allocate_caches
-from engram_runtime.executor.plan import MOST_STEPS_TOGETHER, CacheGeometry, SequencePlan, StepPlan, StepResult
+from engram_runtime.executor.plan import (
+    MOST_STEPS_TOGETHER,
+    CacheGeometry,
+    SequencePlan,
+    StepPlan,
+    StepResult,
+    many_others,
+)
 from engram_runtime.models.base import CausalLM
 from engram_runtime.models.caches import Caches
 
@@ -234,7 +241,7 @@ class DeviceExecutor:
         sampling: StepSampling | None = None
         if sampled and (shape is None or way is Way.HIDDEN):
             positions = [s.start + s.num_tokens for _, s in sampled]
-            at = _last_tokens(sequences) if step is None else places
+            at = places if step is not None or plan.ends_only else _last_tokens(sequences)
             last = [at[index] for index, _ in sampled]
             sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
         self._send(packer, words)
@@ -253,8 +260,8 @@ class DeviceExecutor:
                 output = SampleOutput(outputs[0], outputs[1], None, None)
                 pending.fetch(numbers, rows, output, [places[index] for index, _ in sampled])
         elif mixed is not None:
-            ids, meta = mixed.build(packer, self._tables)
-            hidden = self._model(ids, meta, self._caches)
+            ids, meta, ends = mixed.build(packer, self._tables)
+            hidden = self._model(ids, meta, self._caches, ends if plan.ends_only else None)
         self._memory.save(copies, packer)
         if sampling is not None and hidden is not None:
             pending.fetch(numbers, rows, self._sample(hidden, sampling, packer), range(len(rows)))
@@ -420,8 +427,11 @@ class DeviceExecutor:
 
         Not the hidden states of every token: what a recording returns stays allocated as long as it is kept.
         """
-        hidden = self._model(inputs.ids, inputs.meta, caches)
-        hidden = hidden if last is None else hidden[last]
+        if last is not None and many_others(len(inputs.ids), len(last)):
+            hidden = self._model(inputs.ids, inputs.meta, caches, last)
+        else:
+            hidden = self._model(inputs.ids, inputs.meta, caches)
+            hidden = hidden if last is None else hidden[last]
         if way is Way.HIDDEN:
             return (hidden,)
         logits = self._model.logits(hidden)

@@ -159,19 +159,22 @@ class MixedInputs:
                 [sequence.row for sequence in sequences],
                 [sequence.state_slot for sequence in sequences],
                 [sequence.written_slot for sequence in sequences],
+                query_start[1:] - 1,
             )
         ]
 
-    def build(self, packer: Packer, tables: RowTables) -> tuple[Tensor, StepMetadata]:
-        """(ids [T], metadata); the tables must know the step's blocks."""
-        tokens, positions, owners, query_start, seq_lens, rows, state_slots, targets = map(packer.take, self._parts)
+    def build(self, packer: Packer, tables: RowTables) -> tuple[Tensor, StepMetadata, Tensor]:
+        """(ids [T], metadata, where each sequence's last token is [S]); the tables must know the step's blocks."""
+        tokens, positions, owners, query_start, seq_lens, rows, state_slots, targets, ends = map(
+            packer.take, self._parts
+        )
         owner_rows = rows[owners]
         # -1 stands for the token sampled last, which only the device knows.
         ids = torch.where(tokens < 0, tables.last[owner_rows], tokens)
         slots = tables.blocks[owner_rows, positions // PAGE].long() * PAGE + positions % PAGE
         seq_lens = seq_lens.int()
         query_start = query_start.int()
-        return ids, StepMetadata(
+        meta = StepMetadata(
             positions=positions,
             slots=slots,
             query_start=query_start,
@@ -186,3 +189,4 @@ class MixedInputs:
             seq_lens_host=self._seq_lens,
             state_targets=targets,
         )
+        return ids, meta, ends
