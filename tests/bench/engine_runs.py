@@ -88,7 +88,7 @@ def make_engine(
     )
     service = None
     if snapshots is not None:
-        service = snapshot_service(snapshots, "0" * 64, state_layout(model.spec), executor, seqs)
+        service = snapshot_service(snapshots, "0" * 64, state_layout(model.spec), executor)
     process.settle()  # as `engram serve` does
     config = EngineConfig("random", max_num_seqs=seqs, max_num_batched_tokens=step_tokens, seed=0, progress=False)
     engine = LLMEngine(

@@ -128,11 +128,9 @@ def load(config: EngineConfig, *, registry: Registry | None = None) -> LoadedMod
 
 
 def snapshot_service(
-    config: SnapshotConfig, abi: str, layout: StateLayout, executor: Executor | DeviceExecutor, sequences: int
+    config: SnapshotConfig, abi: str, layout: StateLayout, executor: Executor | DeviceExecutor
 ) -> SnapshotService:
-    """The service over an executor's caches, for an engine that runs so many sequences; on a GPU its host tier is
-    memory that the card copies at link speed."""
-    config = config.for_sequences(sequences)
+    """The service over an executor's caches; on a GPU its host tier is memory that the card copies at link speed."""
     if not isinstance(executor, DeviceExecutor):
         return SnapshotService(config, state_abi=abi, layout=layout, transfer=executor.transfer)
     arena = executor.transfer.reserve(config.host_bytes, verify=config.verify)
@@ -161,7 +159,7 @@ def load_engine(
         digest = weights_digest(config.model, Settings.from_environment().cache_dir / "digests")
         abi = state_abi({**loaded.spec.abi_fields(), "weights": digest})
         facts = replace(facts, weights_digest=digest, state_abi=abi)
-        service = snapshot_service(snapshots, abi, layout, loaded.executor, config.max_num_seqs)
+        service = snapshot_service(snapshots, abi, layout, loaded.executor)
     loaded.start.mark("engine")
     logger.info("loaded: %s", loaded.start)
     return LLMEngine(

@@ -33,7 +33,6 @@ from engram_runtime.snapshots.types import Capture, SaveResult
 
 log = logging.getLogger(__name__)
 RETRY_PAUSE = 0.5
-BUSY = 64  # with so much under way, work that can wait is not begun
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class Saver:
             raise
         with self._idle:
             reason = "closed" if self._closing.is_set() else ""
-            if not reason and self._captures >= self._shared.config.most_captures:
+            if not reason and self._captures >= self._shared.config.queue_captures:
                 reason = "queue_full"
             if not reason:
                 self._captures += 1
@@ -112,8 +111,7 @@ class Saver:
     def in_background(self, conversation_id: str, work: Callable[[], None]) -> bool:
         """Run `work` in the conversation's lane when the saver has nothing to catch up with; False when it has."""
         with self._idle:
-            limit = min(BUSY, self._shared.config.most_captures)
-            if self._captures + self._writes >= limit or self._closing.is_set():
+            if self._captures + self._writes >= self._shared.config.queue_captures or self._closing.is_set():
                 return False
             self._writes += 1
 

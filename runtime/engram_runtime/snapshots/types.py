@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -290,9 +290,6 @@ class SweepReport:
     bytes_deleted: int
 
 
-CAPTURES, CAPTURES_OF_A_TURN = 64, 4
-
-
 @dataclass(frozen=True, slots=True)
 class SnapshotConfig:
     """Start-up configuration, validated (ValueError names the field). Sizes in bytes, times in seconds."""
@@ -305,7 +302,7 @@ class SnapshotConfig:
     store_uri: str | None = None  # file:///absolute/path or s3://BUCKET[/PREFIX]
     s3: S3Options | None = None  # how to reach an s3:// store_uri; default S3Options.parse(store_uri)
     verify: bool = True  # False only for tamper tests: damaged bytes are then really injected
-    queue_captures: int | None = None  # waiting to be copied from the device; default see `for_sequences`
+    queue_captures: int = 64
     save_workers: int = 2
     restore_deadline_seconds: float = 10.0
     keep_last: int = 1
@@ -325,9 +322,8 @@ class SnapshotConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         for name in ("queue_captures", "save_workers", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("max_age_seconds", "max_conversations", "max_total_bytes", "restore_deadline_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -343,17 +339,6 @@ class SnapshotConfig:
                 raise ValueError(f"s3 must be options of {named.uri}, got those of {self.s3.uri}")
         elif self.s3 is not None:
             raise ValueError("s3 must not be set without an s3:// store_uri")
-
-    @property
-    def most_captures(self) -> int:
-        return CAPTURES if self.queue_captures is None else self.queue_captures
-
-    def for_sequences(self, count: int) -> SnapshotConfig:
-        """Of an engine that runs `count` sequences: their turns may all end at once, each with some boundaries, and a
-        capture that finds the queue full is lost. An explicit queue_captures stays."""
-        if self.queue_captures is not None:
-            return self
-        return replace(self, queue_captures=max(CAPTURES, CAPTURES_OF_A_TURN * count))
 
 
 class Snapshots(Protocol):

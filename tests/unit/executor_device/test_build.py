@@ -10,12 +10,10 @@ import torch
 
 from engram_runtime.engine import loading
 from engram_runtime.engine.config import EngineConfig
-from engram_runtime.engine.loading import load, snapshot_service
+from engram_runtime.engine.loading import load
 from engram_runtime.errors import CheckpointError
 from engram_runtime.executor.device.build import heaviest_plans
 from engram_runtime.executor.memory import CacheRequest, plan_caches
-from engram_runtime.executor.transfer import state_layout
-from engram_runtime.snapshots.types import SnapshotConfig
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 from tests.unit.executor.test_memory import DENSE, GIB, HYBRID
@@ -81,14 +79,3 @@ def test_steps_together_are_refused_for_recurrent_state_before_weights_are_read(
     monkeypatch.setattr(loading, "why_not_recorded", lambda *_: None)
     with pytest.raises(error, match=message):
         load(without_weights(family, tmp_path))
-
-
-def test_the_queue_of_saves_has_room_for_the_turns_of_all_sequences(tmp_path: Path) -> None:
-    path = make_tiny("llama", tmp_path)
-    loaded = load(EngineConfig(str(path), device="cpu", progress=False, kv_cache_tokens=256, max_num_seqs=100))
-    config = SnapshotConfig(tenant_key=bytes(32), host_bytes=0, gc_interval_seconds=0)
-    service = snapshot_service(config, "0" * 64, state_layout(loaded.spec), loaded.executor, 100)
-    try:
-        assert service._shared.config.most_captures == 400
-    finally:
-        service.close()

@@ -482,10 +482,3 @@ def test_configuration_errors_name_the_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SnapshotConfig(**{"tenant_key": KEY, field: value})  # type: ignore[arg-type]
     SnapshotConfig(enabled=False)
-
-
-def test_the_turns_of_all_sequences_may_end_at_once() -> None:
-    config = SnapshotConfig(tenant_key=KEY)
-    assert [config.for_sequences(count).most_captures for count in (1, 16, 17, 256)] == [64, 64, 68, 1024]
-    assert config.most_captures == 64
-    assert SnapshotConfig(tenant_key=KEY, queue_captures=3).for_sequences(256).most_captures == 3
