@@ -173,8 +173,13 @@ def prefill_floor_ms(model: CausalLM, tokens: int) -> float:
         share = 1.0
         if path.endswith(("w_in", "w_out")):
             share = int(config["num_experts_per_tok"]) / parameter.shape[0]
-        if path.startswith(last) and "in_proj" not in path:
-            share = 2 * spec.num_kv_heads / (spec.num_q_heads + 2 * spec.num_kv_heads) if "qkv_proj" in path else 0.0
+        if path.startswith(last):
+            unread = spec.num_q_heads * spec.head_dim
+            if "in_proj" in path and spec.state is not None:
+                unread = spec.state.ssm_shape[0] * spec.state.ssm_shape[1]  # the gate
+            elif "qkv_proj" not in path:
+                unread = parameter.shape[0]
+            share = 1 - unread / parameter.shape[0]
         weights += parameter.numel() * share
     attending = spec.num_attention_layers - (spec.layer_types[-1] == "attention")
     attention = 2 * tokens * tokens * spec.num_q_heads * spec.head_dim * attending

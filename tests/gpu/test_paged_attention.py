@@ -108,7 +108,14 @@ def test_one_graph_serves_every_length() -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 128), (12, 4, 128), (9, 3, 64)])
-@pytest.mark.parametrize("seqs", [DECODES, [(1, 513)], [(1, 512 + n) for n in range(64)]], ids=["mixed", "one", "64"])
+@pytest.mark.parametrize(
+    "seqs",
+    [
+        *(DECODES, [(1, 513)], [(1, 512 + n) for n in range(64)], [(1, 200 + n) for n in range(160)]),
+        [(1, 9000), *((1, 300 + n) for n in range(150))],
+    ],
+    ids=["mixed", "one", "64", "160", "a long one among many"],
+)
 def test_rotation_and_append_inside_attention(seqs: Sequences, heads: int, kv_heads: int, dim: int, norm: bool) -> None:
     meta, pool = make_step(seqs, device="cuda")
     kv = filled_cache(meta, pool, kv_heads, dim, torch.bfloat16)

@@ -15,10 +15,10 @@ import torch
 
 from engram_kernels.tuning import parameters, tuned, tuned_or_none
 
-SMALL_PAIRS = 512
+SMALL_PAIRS = 256
 """A step of so many pairs goes to `small.py`. Whole steps of Granite-4.0-H-tiny on an H200 with it and with the sorted
-list: 32 tokens (192 pairs) 5.21 and 5.81 ms, 64 tokens 6.83 and 6.99; 128 tokens need wider tiles for it (see the table
-of the H200)."""
+list: 32 tokens (192 pairs) 5.21 and 5.81 ms. At 64 tokens it is ahead as well (6.83 and 6.99), but there a few experts
+that many tokens choose, as those do that fill a recorded step up, compute their row tiles one after another."""
 WIDEST = 8192
 """Wider rows do not fit the registers of `direct.py`."""
 MOST_TOKENS = 8192

@@ -28,8 +28,10 @@ def list_tokens(
     p = tl.arange(0, PP)
     if e < E:
         hit = (tl.load(ids + p, mask=p < pairs, other=-1) == e).to(tl.int32)
-        tl.store(lists + e * ROOM + tl.cumsum(hit, 0) - 1, p, mask=hit > 0)
-        tl.store(counts + e, tl.sum(hit, 0))
+        # A token without a place may hold anything and name an expert twice: what has no room is nobody's.
+        place = tl.cumsum(hit, 0) - 1
+        tl.store(lists + e * ROOM + place, p, mask=(hit > 0) & (place < ROOM))
+        tl.store(counts + e, tl.minimum(tl.sum(hit, 0), ROOM))
     else:
         slices: tl.constexpr = NS if NS > 0 else 1
         first = (e - E) // slices * BM

@@ -26,12 +26,11 @@ class LastTokens:
 
     @classmethod
     def of(cls, meta: StepMetadata, rows: Tensor) -> LastTokens:
-        """Made before the step's first op, as everything in its metadata has to be."""
+        """Made before the step's first op, as everything in its metadata has to be. positions and slots stay those of
+        all tokens: attention over keys that are in the cache already reads neither."""
         count = meta.num_sequences
         alone = dataclasses.replace(
             meta,
-            positions=meta.positions[rows],
-            slots=meta.slots[rows],
             query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
             num_decodes=count,
             max_query_len=1,

@@ -12,6 +12,7 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
+from engram_runtime.executor import plan as plans
 from engram_runtime.executor.device import executor as executors
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan, StepPlan
@@ -118,6 +119,30 @@ def test_every_style_of_sampling_in_mixed_company(tiny: Get, family: str, kind: 
     prompts = prompts_for(1, 10)
     ours = serve(make_engine(tiny, family, kind), prompts, seed=1)
     assert_same(ours, serve(make_engine(tiny, family, "plain"), prompts, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "recorded", "launched"])
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_a_last_layer_of_last_tokens_answers_as_one_of_all_tokens(
+    tiny: Get, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of many tokens, whoever is sampled how, and beside one whose prompt's scores are asked for."""
+    prompts = [prompt + [5] * 60 for prompt in prompts_for(4, 8)]
+    with monkeypatch.context() as patch:
+        patch.setattr(plans, "many_others", lambda tokens, sequences: False)
+        whole = serve(make_engine(tiny, family, "plain", budget=150, window=200), prompts, seed=4)
+    model, _ = tiny(family)
+    chosen: list[int] = []
+    forward = type(model).forward
+
+    def noted(self: Any, ids: Any, meta: Any, caches: Any, rows: Any = None) -> Any:
+        if rows is not None:
+            chosen.append(len(rows))
+        return forward(self, ids, meta, caches, rows)
+
+    monkeypatch.setattr(type(model), "forward", noted)
+    assert_same(serve(make_engine(tiny, family, kind, budget=150, window=200), prompts, seed=4), whole)
+    assert chosen
 
 
 @pytest.mark.parametrize("kind", ["recorded", "launched"])

@@ -54,8 +54,8 @@ EXPERTS = {  # GPU, shape, tokens -> parameters
     (None, TINY, 4): Direct(4, 8, 4),
     (None, WIDE, 4): Small(16, 32, 64, 128, 4, 4),  # such rows do not fit registers
     (None, TINY, 5): Small(16, 32, 64, 128, 4, 4),
-    (None, TINY, 85): Small(16, 32, 64, 128, 4, 4),  # 510 pairs
-    (None, TINY, 86): Grouped(16, 32, 64, 128, 4, 4),  # 516
+    (None, TINY, 42): Small(16, 32, 64, 128, 4, 4),  # 252 pairs
+    (None, TINY, 43): Grouped(16, 32, 64, 128, 4, 4),  # 258
     (None, TINY, 170): Grouped(16, 32, 64, 128, 4, 4),
     (None, TINY, 171): Grouped(32, 64, 128, 64, 3, 4),  # more than 16 pairs an expert
     (None, TINY, 1024): Grouped(32, 64, 128, 64, 3, 4),
@@ -66,8 +66,7 @@ EXPERTS = {  # GPU, shape, tokens -> parameters
     (H200, TINY, 3): Small(16, 32, 64, 128, 4, 4),
     (H200, TINY, 16): Small(16, 32, 64, 128, 4, 4),
     (H200, TINY, 17): Small(16, 32, 32, 128, 3, 2),  # listed for this model's shape
-    (H200, TINY, 64): Small(16, 32, 64, 128, 4, 4),
-    (H200, TINY, 65): Small(32, 64, 64, 128, 3, 4),  # listed
+    (H200, TINY, 64): Grouped(16, 32, 32, 128, 3, 2),
     (H200, TINY, 129): Grouped(16, 32, 32, 128, 3, 2),
     (H200, TINY, 300): Grouped(64, 64, 128, 64, 3, 4),
     (H200, TINY, 8192): Grouped(128, 128, 256, 64, 3, 8),

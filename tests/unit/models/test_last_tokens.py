@@ -86,10 +86,10 @@ def plan(*counts: int, reported: bool = False) -> StepPlan:
 
 
 def test_a_step_reads_all_hidden_states_where_they_are_reported_or_few_are_others() -> None:
-    assert plan(40).ends_only
-    assert plan(1, 1, 40).ends_only
-    assert not plan(40, reported=True).ends_only
-    assert not plan(*[1] * 40, 20).ends_only
+    assert plan(65).ends_only
+    assert plan(1, 1, 65).ends_only
+    assert not plan(65, reported=True).ends_only
+    assert not plan(*[1] * 100, 64).ends_only
     assert not plan().ends_only
-    assert many_others(3, 1)
-    assert not many_others(2, 1)
+    assert many_others(65, 1)
+    assert not many_others(64, 1)
