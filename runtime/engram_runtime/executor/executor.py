@@ -74,12 +74,9 @@ class Executor:
         meta = step_metadata(plan.sequences, self._device)
         ids = torch.tensor(self._input_ids(plan.sequences), dtype=torch.int64, device=self._device)
         ends = meta.query_start[1:].long() - 1
-        if plan.ends_only:
-            hidden = last = self._model(ids, meta, self._caches, ends)
-        else:
-            hidden = self._model(ids, meta, self._caches)
-            last = hidden[ends]
+        hidden = self._model(ids, meta, self._caches, None if plan.reports_prompts else ends)
         self._copy_states(plan.state_saves)
+        last = hidden[ends] if plan.reports_prompts else hidden
         return StepResult(plan.step, self._sample(plan.sequences, last), self._prompt_logprobs(plan.sequences, hidden))
 
     def close(self) -> None:

@@ -114,12 +114,6 @@ class SequencePlan:
         return self.state_slot if self.state_target is None else self.state_target
 
 
-def many_others(tokens: int, sequences: int) -> bool:
-    """Whether a step has so many tokens beside each sequence's last one that picking those out, a few launches, pays:
-    with fewer, reading the last layer's weights is what its time goes to."""
-    return tokens >= sequences + 64
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -145,10 +139,9 @@ class StepPlan:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
-    def ends_only(self) -> bool:
-        """The last layer computes each sequence's last token alone: nobody reads others, and there are many."""
-        asked = any(sequence.prompt_logprobs for sequence in self.sequences)
-        return not asked and many_others(self.num_tokens, len(self.sequences))
+    def reports_prompts(self) -> bool:
+        """Hidden states of other tokens than each sequence's last one are read."""
+        return any(sequence.prompt_logprobs for sequence in self.sequences)
 
     @property
     def is_empty(self) -> bool:

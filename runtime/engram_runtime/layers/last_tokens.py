@@ -15,6 +15,10 @@ from torch import Tensor
 
 from engram_kernels import StepMetadata
 
+OTHERS = 64
+"""So many tokens beside the last ones pay for the launches that pick those out; with fewer, reading the last layer's
+weights is what its time goes to."""
+
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
@@ -25,10 +29,14 @@ class LastTokens:
     meta: StepMetadata
 
     @classmethod
-    def of(cls, meta: StepMetadata, rows: Tensor) -> LastTokens:
-        """Made before the step's first op, as everything in its metadata has to be. positions and slots stay those of
+    def of(cls, meta: StepMetadata, rows: Tensor, tokens: int) -> LastTokens | None:
+        """None where the step's `tokens` are too few for it.
+
+        Made before the step's first op, as everything in its metadata has to be. positions and slots stay those of
         all tokens: attention over keys that are in the cache already reads neither."""
         count = meta.num_sequences
+        if tokens < count + OTHERS:
+            return None
         alone = dataclasses.replace(
             meta,
             query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),

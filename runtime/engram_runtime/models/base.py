@@ -83,10 +83,11 @@ class CausalLM(nn.Module):
     def forward(self, ids: Tensor, meta: StepMetadata, caches: Caches, rows: Tensor | None = None) -> Tensor:
         """One step: ids[T] int64 -> final-normed hidden states [T, M]; caches are updated in place.
 
-        rows [S] int64, where each sequence's last token is: only those hidden states are computed, [S, M].
+        rows [S] int64, where each sequence's last token is: only those hidden states are returned, [S, M], and where
+        it pays nothing else is computed in the last layer.
         """
         step = StateStep.of(meta)
-        last = None if rows is None else LastTokens.of(meta, rows)
+        last = None if rows is None else LastTokens.of(meta, rows, len(ids))
         x = self.embed_tokens(ids)
         residual: Tensor | None = None
         *before, final = self.layers
@@ -96,7 +97,7 @@ class CausalLM(nn.Module):
         assert residual is not None
         assert isinstance(final, DecoderLayer)
         hidden, _ = self.norm.add(x, residual, final.residual_scale)
-        return hidden
+        return hidden if rows is None or last is not None else hidden[rows]
 
     def weights_per_token(self) -> int:
         """Weights of the layers that one token is multiplied with: of experts, those of the chosen ones."""

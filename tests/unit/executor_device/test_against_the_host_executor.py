@@ -12,10 +12,10 @@ from engram_runtime.engine.config import EngineConfig
 from engram_runtime.engine.core import LLMEngine
 from engram_runtime.engine.outputs import Collector, RequestOutput
 from engram_runtime.engine.sampling_params import SamplingParams
-from engram_runtime.executor import plan as plans
 from engram_runtime.executor.device import executor as executors
 from engram_runtime.executor.device.executor import DeviceExecutor
 from engram_runtime.executor.plan import RowOpen, RowSampling, SequencePlan, StepPlan
+from engram_runtime.layers import last_tokens
 from tests.support.device_step import load_tiny, make_executor
 from tests.support.tiny import make_tiny
 
@@ -129,20 +129,14 @@ def test_a_last_layer_of_last_tokens_answers_as_one_of_all_tokens(
     """In steps of many tokens, whoever is sampled how, and beside one whose prompt's scores are asked for."""
     prompts = [prompt + [5] * 60 for prompt in prompts_for(4, 8)]
     with monkeypatch.context() as patch:
-        patch.setattr(plans, "many_others", lambda tokens, sequences: False)
+        patch.setattr(last_tokens, "OTHERS", 1 << 30)
         whole = serve(make_engine(tiny, family, "plain", budget=150, window=200), prompts, seed=4)
     model, _ = tiny(family)
-    chosen: list[int] = []
-    forward = type(model).forward
-
-    def noted(self: Any, ids: Any, meta: Any, caches: Any, rows: Any = None) -> Any:
-        if rows is not None:
-            chosen.append(len(rows))
-        return forward(self, ids, meta, caches, rows)
-
-    monkeypatch.setattr(type(model), "forward", noted)
+    computed: list[int] = []
+    hook = model.layers[-1].feed_forward.register_forward_pre_hook(lambda _, inputs: computed.append(len(inputs[0])))
     assert_same(serve(make_engine(tiny, family, kind, budget=150, window=200), prompts, seed=4), whole)
-    assert chosen
+    hook.remove()
+    assert min(computed) < max(computed)
 
 
 @pytest.mark.parametrize("kind", ["recorded", "launched"])

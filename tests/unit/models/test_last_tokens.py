@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engram_runtime.executor.plan import SequencePlan, StepPlan, many_others
+from engram_runtime.layers import last_tokens
 from engram_runtime.loader.model import load_model
 from engram_runtime.models.decoder import DecoderLayer
 from tests.support.steps import Row, Stepper
@@ -22,6 +22,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite that ends with a recurrence": ("granite", {"layer_types": ["attention", "mamba"] * 2}),
 }
 LENGTHS = (150, 40, 20, 1)
+
+
+@pytest.fixture(autouse=True)
+def _few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_tokens, "OTHERS", 30)
 
 
 def started(path: Path) -> tuple[Stepper, list[Row]]:
@@ -57,7 +62,11 @@ def test_last_tokens_and_memory_are_the_same(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_computes_a_row_for_each_sequence(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("others", "computed"), [(38, 3), (39, 41)])
+def test_the_last_layer_computes_a_row_for_each_sequence(
+    family: str, others: int, computed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_tokens, "OTHERS", others)
     name, overrides = FAMILIES[family]
     stepper, rows = started(make_tiny(name, tmp_path, **overrides))
     seen: list[tuple[int, int]] = []
@@ -71,25 +80,5 @@ def test_the_last_layer_computes_a_row_for_each_sequence(family: str, tmp_path: 
         layer.feed_forward.register_forward_pre_hook(note(number))
     hidden = stepper.ends([(rows[0], 1), (rows[1], 20), (rows[2], 20)])
     *before, last = range(len(stepper.model.layers))
-    assert seen == [*((number, 41) for number in before), (last, 3)]
+    assert seen == [*((number, 41) for number in before), (last, computed)]
     assert hidden.shape[0] == 3
-
-
-def plan(*counts: int, reported: bool = False) -> StepPlan:
-    return StepPlan(
-        1,
-        tuple(
-            SequencePlan(i, 0, tuple(range(count)), (), 0, True, prompt_logprobs=reported and i == 0)
-            for i, count in enumerate(counts)
-        ),
-    )
-
-
-def test_a_step_reads_all_hidden_states_where_they_are_reported_or_few_are_others() -> None:
-    assert plan(65).ends_only
-    assert plan(1, 1, 65).ends_only
-    assert not plan(65, reported=True).ends_only
-    assert not plan(*[1] * 100, 64).ends_only
-    assert not plan().ends_only
-    assert many_others(65, 1)
-    assert not many_others(64, 1)

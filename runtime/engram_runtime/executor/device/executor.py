@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -49,14 +48,7 @@ from engram_runtime.executor.device.tables import HostRow, RowTables, SeenTokens
 from engram_runtime.executor.device.transfer import DeviceTransfer
 from engram_runtime.executor.executor import PROMPT_LOGPROB_ROWS
 from engram_runtime.executor.memory import allocate_caches
-from engram_runtime.executor.plan import (
-    MOST_STEPS_TOGETHER,
-    CacheGeometry,
-    SequencePlan,
-    StepPlan,
-    StepResult,
-    many_others,
-)
+from engram_runtime.executor.plan import MOST_STEPS_TOGETHER, CacheGeometry, SequencePlan, StepPlan, StepResult
 from engram_runtime.models.base import CausalLM
 from engram_runtime.models.caches import Caches
 
@@ -241,8 +233,7 @@ class DeviceExecutor:
         sampling: StepSampling | None = None
         if sampled and (shape is None or way is Way.HIDDEN):
             positions = [s.start + s.num_tokens for _, s in sampled]
-            at = places if step is not None or plan.ends_only else _last_tokens(sequences)
-            last = [at[index] for index, _ in sampled]
+            last = [places[index] for index, _ in sampled]
             sampling = StepSampling(numbers, rows, last, positions, self._tables.spare_row, packer)
         self._send(packer, words)
         self.transfer.follow(plan.after, layers=isinstance(shape, MixedShape))
@@ -261,12 +252,13 @@ class DeviceExecutor:
                 pending.fetch(numbers, rows, output, [places[index] for index, _ in sampled])
         elif mixed is not None:
             ids, meta, ends = mixed.build(packer, self._tables)
-            hidden = self._model(ids, meta, self._caches, ends if plan.ends_only else None)
+            hidden = self._model(ids, meta, self._caches, None if plan.reports_prompts else ends)
+            if plan.reports_prompts:
+                pending.scores = self._scores(sequences, hidden)
+                hidden = hidden[ends]
         self._memory.save(copies, packer)
         if sampling is not None and hidden is not None:
             pending.fetch(numbers, rows, self._sample(hidden, sampling, packer), range(len(rows)))
-        if hidden is not None and step is None:
-            pending.scores = self._scores(sequences, hidden)
         for row in rows:
             row.generated += 1
         pending.plan = packer.host
@@ -427,18 +419,9 @@ class DeviceExecutor:
 
         Not the hidden states of every token: what a recording returns stays allocated as long as it is kept.
         """
-        if last is not None and many_others(len(inputs.ids), len(last)):
-            hidden = self._model(inputs.ids, inputs.meta, caches, last)
-        else:
-            hidden = self._model(inputs.ids, inputs.meta, caches)
-            hidden = hidden if last is None else hidden[last]
+        hidden = self._model(inputs.ids, inputs.meta, caches, last)
         if way is Way.HIDDEN:
             return (hidden,)
         logits = self._model.logits(hidden)
         output = self._ops.sample(logits, recorded_sampling(way, inputs))
         return output.token_ids, output.logprobs
-
-
-def _last_tokens(sequences: Sequence[SequencePlan]) -> list[int]:
-    """Row of the hidden states that each sequence ends with."""
-    return [end - 1 for end in accumulate(sequence.num_tokens for sequence in sequences)]
