@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from engram_kernels.autotune.attention import COMPANY, DECODE_TILES, LONGER
 from engram_kernels.experts import kernel as experts_kernel
 from engram_kernels.experts.plan import SMALL_PAIRS, Choice, Direct, Grouped, Small
 from engram_kernels.experts.reference import experts as experts_reference
@@ -100,19 +101,18 @@ def _pool(pages: int) -> torch.Tensor:
     return torch.randn(2, pages, 8, 16, 128, device="cuda", dtype=BF16)
 
 
-TILES = [(64, 2, 4), (64, 3, 4), (32, 3, 4), (32, 4, 2), (64, 3, 2), (128, 2, 4), (128, 2, 8), (32, 2, 2)]
-
-
 def decode(size: str, batch: int, contexts: tuple[int, ...]) -> Config:
     pool = _pool(61_000)
     cases = {
         f"{batch}x{context}": _attention_case(pool, [(1, context)] * batch, 32, max(2, 16 // batch))
         for context in contexts
     }
+    if batch >= COMPANY:
+        cases["a long one"] = _attention_case(pool, [(1, LONGER * 500), *[(1, 500)] * (batch - 1)], 32, 2)
     configs = [
         {"keys": keys, "stages": stages, "warps": warps, "waves": waves, "merge": merge}
-        for keys, stages, warps in TILES
-        for waves in ((1, 2, 4, 8) if batch <= 8 else (1, 2, 4))
+        for keys, stages, warps in DECODE_TILES
+        for waves in (1, 2, 4, 8)
         for merge in ((16, 64) if batch == 1 else (16,))
     ]
     return {f"size={size},rows=16": search(attention, "split_plan", _split, configs, cases, 6e-3)}
@@ -185,7 +185,7 @@ def scan() -> Config:
 
 EXPERT_TILES = {  # bm, bn, bn_down, bk, stages, warps
     "decode": [(16, 32, 64, 128, 4, 4), (16, 16, 32, 256, 3, 4), (16, 32, 32, 128, 4, 4), (16, 32, 64, 256, 3, 4),
-               (16, 64, 64, 128, 3, 4), (16, 16, 32, 128, 5, 2)],
+               (16, 64, 64, 128, 3, 4), (16, 16, 32, 128, 5, 2), (16, 32, 32, 128, 3, 2)],
     "chunk": [(32, 64, 128, 64, 3, 4), (64, 64, 128, 64, 3, 4), (32, 64, 64, 128, 3, 4), (64, 64, 64, 128, 3, 4),
               (32, 32, 64, 128, 3, 4), (64, 128, 128, 64, 3, 4)],
     "prefill": [(128, 64, 128, 64, 3, 8), (64, 64, 128, 64, 4, 4), (128, 128, 256, 64, 3, 8), (64, 128, 128, 64, 3, 8),

@@ -14,9 +14,9 @@ on Triton 3.6 / Hopper and right in the interpreter; tests/gpu/test_triton_hazar
 Measured on an H200, attend and combine, 8 KV heads x 128, group 4 (tests/bench/results/kernels.json): batch 1 at 512 /
 2k / 8k / 32k 5.3 / 8.3 / 15.1 / 40.1 us; batch 64 at 512 / 2k / 8k 82 / 95 / 101 % of the copy rate; 40 new tokens on
 2,500 in 20 us. Planning before the wait on the previous kernel took 1 to 3 us off every small case. In a large batch
-programs of one or two warps are faster by 5 to 18 % than of four (the plan's sums need no barrier, more of them run at
-once), and pieces an eighth or a quarter of what a multiprocessor reads keep one long sequence among 63 short ones from
-taking twice the time.
+programs of one or two warps are faster than of four (the plan's sums need no barrier, more of them run at once), and
+pieces an eighth or a quarter of what a multiprocessor reads keep one long sequence among 63 short ones from taking
+twice the time (tests/bench/tune_kernels.py has both cases).
 """
 
 from __future__ import annotations

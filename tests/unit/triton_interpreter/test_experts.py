@@ -41,6 +41,18 @@ def test_experts(tokens: int) -> None:
     assert relative_error(experts(x, w_in, w_out, weights, ids, base), expected + base) < 1e-5
 
 
+@pytest.mark.parametrize("again", [[5, 5], [0, 0]])
+def test_tokens_without_a_place_may_name_an_expert_twice(again: list[int]) -> None:
+    """What fills a recorded step up holds anything: it must not reach the lists of others."""
+    x = torch.randn(24, 40)
+    w_in, w_out = torch.randn(6, 48, 40) * 0.2, torch.randn(6, 40, 24) * 0.2
+    shared = torch.randn(96, 40) * 0.2, torch.randn(40, 48) * 0.2
+    weights, ids = route_reference(torch.randn(24, 6), 2, "topk_softmax", True)
+    expected = experts_reference(x[:4], w_in, w_out, weights[:4], ids[:4], None, shared)
+    ids[4:] = torch.tensor(again)  # 40 pairs of one expert, which has room for 32
+    assert relative_error(experts(x, w_in, w_out, weights, ids, None, shared)[:4], expected) < 1e-5
+
+
 @pytest.mark.parametrize("tokens", [2, 9, 30, 120, 140])
 @pytest.mark.parametrize("width", [24, 48, 30])
 def test_a_shared_expert_rides_along(tokens: int, width: int) -> None:
