@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 import torch
 
-from engram_kernels.autotune.candidates import KINDS, ROWS, Choice, call, candidates
-from engram_kernels.linear.kernel import Gemv
-from engram_kernels.silu_and_mul.kernel import silu_and_mul
+from engram_kernels.autotune.candidates import FP32_KINDS, KINDS, ROWS, call, candidates
+from engram_kernels.gated_linear.kernel import without_plan
+from engram_kernels.linear.kernel import Choice, Gemv
 from tests.bench.gpu_timing import COPY_TBS, save, time_us
 
 SHAPES = {  # N x K of the models in bars.md
@@ -35,6 +35,14 @@ SHAPES = {  # N x K of the models in bars.md
 GATED = {"0.6B": (3072, 1024), "8B": (12288, 4096), "llama": (14336, 4096), "granite shared": (1024, 1536)}
 
 
+HEAD = 100_000
+"""Outputs from which a layer is the vocabulary projection, which returns fp32."""
+
+
+def _of(n: int, kinds: Sequence[str]) -> list[str]:
+    return [kind for kind in kinds if n < HEAD or kind in FP32_KINDS]
+
+
 def compile_share(
     cases: list[tuple[int, int, bool]], rows: list[int], kinds: Sequence[str], part: int, parts: int
 ) -> None:
@@ -42,8 +50,8 @@ def compile_share(
     distinct: dict[object, tuple[Choice, int, int, bool, bool]] = {}
     for n, k, gated in cases:
         for count in rows:
-            for choice in candidates(count, n, k, gated, kinds):
-                head = n > 100_000
+            for choice in candidates(count, n, k, gated, _of(n, kinds)):
+                head = n > HEAD
                 key = (choice, head, gated, (count, k) if isinstance(choice, Gemv) else None)
                 distinct.setdefault(key, (choice, count, k, head, gated))
     for choice, count, k, head, gated in list(distinct.values())[part::parts]:
@@ -62,21 +70,21 @@ def tune(
 ) -> dict[str, object]:
     """The table entry of one shape and row count, with its time and cuBLAS's in microseconds."""
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-    dtype = torch.float32 if n > 100_000 else torch.bfloat16  # the vocabulary projection returns fp32
+    dtype = torch.float32 if n > HEAD else torch.bfloat16
     y = torch.empty(rows, n, dtype=dtype, device="cuda")
     expected = x.float() @ weights[0].float().t()
     if gated:
         expected = torch.nn.functional.silu(expected[:, :n]) * expected[:, n:]
     many = [weights[i % len(weights)] for i in range(max(len(weights), 8))]
     if gated:
-        cublas = time_us([lambda w=w: silu_and_mul(torch.mm(x, w.t())) for w in many])
+        cublas = time_us([lambda w=w: without_plan(x, w) for w in many])
     elif dtype == torch.float32:
         cublas = time_us([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in many])
     else:
         cublas = time_us([lambda w=w: torch.mm(x, w.t(), out=y) for w in many])
     best: tuple[float, Choice | None] = (cublas, None)
     shown = []
-    for choice in candidates(rows, n, k, gated, kinds):
+    for choice in candidates(rows, n, k, gated, _of(n, kinds)):
         try:
             y.fill_(float("nan"))
             call(choice, x, weights[0], y, gated)

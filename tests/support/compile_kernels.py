@@ -12,9 +12,12 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from engram_kernels.copy_blocks import kernel as copy_blocks
 from engram_kernels.copy_state import kernel as copy_state
+from engram_kernels.linear.cooperative import cooperative
 from engram_kernels.paged_attention import hopper
 from engram_kernels.state_update import kernel as state_update
 from engram_runtime.executor.device import gather
@@ -31,6 +34,15 @@ UPDATE = {
 }
 SHAPE = {"H": 48, "P": 64, "N": 128, "NP": 128, "PER_GROUP": 48, "USE_PDL": True}
 TABLES = {"last": "*i64", "ints": "*i64", "floats": "*fp32", "tables": "*i32"}
+
+
+def _tiles(*block: int) -> str:
+    """The type of a descriptor of such blocks of bf16."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    return f"tensordesc<bf16{list(block)},{layout!r}>"
+
+
+SUMS = {"bias": BF16, "part": FP32, "count": "*i32", "N": "i32", "steps": "i32"}
 KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
     (
         gather._change,
@@ -76,6 +88,16 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
     ),
     (state_update._update, {**UPDATE, "state": FP32}, {**SHAPE, "BP": 16, "seq_lens": None}),
     (state_update._update, {**UPDATE, "state": BF16, "seq_lens": "*i32"}, {**SHAPE, "BP": 64}),
+    (
+        cooperative,
+        {"w": _tiles(4, 2, 8, 64), "x": _tiles(256, 64), "y": _tiles(256, 32), **SUMS},
+        {"GATED": True, "BIAS": True, "SPLIT": 1, "GROUPS": 3, "STAGES": 4},
+    ),
+    (
+        cooperative,
+        {"w": _tiles(64, 64), "x": _tiles(64, 64), "y": _tiles(64, 64), **SUMS},
+        {"GATED": False, "BIAS": False, "SPLIT": 2, "GROUPS": 1, "STAGES": 8},
+    ),
 )
 
 
@@ -83,7 +105,8 @@ def main() -> None:
     for function, types, constants in KERNELS:
         names = function.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
-        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        source = kind(function, signature, {(names.index(name),): value for name, value in constants.items()})
         compiled = triton.compile(source, target=HOPPER)
         print(function.__module__, function.__name__, len(compiled.asm["cubin"]))
 

@@ -8,11 +8,24 @@ import torch
 
 from engram_kernels.gated_linear.kernel import plan as gated_plan
 from engram_kernels.launch import next_power_of_2
-from engram_kernels.linear.kernel import Gemv, Skinny, Stream, plan, run, run_gated
+from engram_kernels.linear.cooperative import BK
+from engram_kernels.linear.kernel import (
+    MAX_ROWS,
+    Choice,
+    Cooperative,
+    Gemv,
+    Skinny,
+    Stream,
+    plan,
+    row_bucket,
+    run,
+    run_gated,
+)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-KINDS = ("gemv", "skinny", "stream")
-Choice = Gemv | Skinny | Stream
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+KINDS = ("gemv", "skinny", "stream", "cooperative")
+FP32_KINDS = KINDS[:3]
+"""Those whose result may be fp32 where x is not: for the projection onto the vocabulary."""
 
 
 def gemv_candidates(k: int, rows: int) -> list[Gemv]:
@@ -77,6 +90,31 @@ def stream_candidates(rows: int, n: int, k: int, gated: bool) -> list[Stream]:
     return list(found)
 
 
+SHARED_BYTES = 231_000
+"""Of a multiprocessor of Hopper, less what barriers take."""
+
+
+def cooperative_candidates(rows: int, n: int, k: int, gated: bool) -> list[Cooperative]:
+    """As deep as one to four programs on a multiprocessor allow, a third of a wave to four waves of them. A split
+    writes its sums and reads them again: only what would leave most of the card idle."""
+    found: dict[Cooperative, None] = {}
+    bucket = row_bucket(rows)
+    for groups in (1, 2, 3, 4):
+        for tokens in (max(8, bucket),) if bucket <= MAX_ROWS else (64, 128) if bucket <= 128 else (128, 256):
+            if groups == 4 and tokens == 256:  # 512 threads have 128 registers each
+                continue
+            for split in (1, 2, 4):
+                tiles = -(-rows // tokens) * -(-n // (groups * (32 if gated else 64)))
+                if n % 8 or k % (BK * split) or not 48 <= tiles * split <= 560 or (split > 1 and tiles > 100):
+                    continue
+                step = (64 * groups + tokens) * BK * 2
+                for programs in (1, 2, 3, 4):
+                    stages = min((SHARED_BYTES // programs - 1024) // step, 8, k // (BK * split))
+                    if stages >= max(groups, 2):
+                        found[Cooperative(groups, tokens, split, stages)] = None
+    return list(found)
+
+
 def candidates(
     rows: int,
     n: int,
@@ -94,6 +132,10 @@ def candidates(
     if "gemv" in kinds and rows <= (2 if gated else 8):
         gemvs = gemv_candidates(k, rows)
         found += [g for g in gemvs if not gated or (g.bn <= 4 and g.bn * g.bk // (32 * g.warps) <= 32)]
+    if rows > 2 and hopper and "cooperative" in kinds:
+        found += cooperative_candidates(rows, n, k, gated)
+    if rows > MAX_ROWS:
+        return list(dict.fromkeys(found))
     if rows > 1 and "skinny" in kinds and not gated:
         found += skinny_candidates(rows, n, k)
     if rows > 1 and hopper and "stream" in kinds:  # elsewhere its instructions are not there

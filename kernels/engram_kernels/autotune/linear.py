@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram_kernels.autotune.candidates import Choice, call, candidates
+from engram_kernels.autotune.candidates import FP32_KINDS, KINDS, call, candidates
 from engram_kernels.autotune.driver import Card
 from engram_kernels.autotune.search import Case, Problem
-from engram_kernels.silu_and_mul.kernel import silu_and_mul
+from engram_kernels.gated_linear.kernel import without_plan
+from engram_kernels.linear.kernel import Choice
 
 TOLERANCE = 4e-3
 """Of bf16 results against fp32."""
@@ -44,7 +45,8 @@ class Layer:
         return f"rows={size},n={self.n},k={self.k}"
 
     def candidates(self, size: int, card: Card) -> Sequence[Choice]:
-        return candidates(size, self.n, self.k, self.gated, multiprocessors=card.multiprocessors, hopper=card.hopper)
+        kinds = FP32_KINDS if self.wide else KINDS
+        return candidates(size, self.n, self.k, self.gated, kinds, card.multiprocessors, card.hopper)
 
     def pointless(self, card: Card) -> str | None:
         return None
@@ -76,12 +78,14 @@ class Layer:
 
         baseline: Callable[[int], object] = lambda i: torch.mm(x, weight(i).t())  # noqa: E731
         if gated:
-            baseline = lambda i: silu_and_mul(torch.mm(x, weight(i).t()))  # noqa: E731
+            baseline = lambda i: without_plan(x, weight(i))  # noqa: E731
         elif self.wide:
             baseline = lambda i: torch.mm(x, weight(i).t(), out_dtype=torch.float32)  # noqa: E731
         case = Case(self.key(size), run, expected, max(len(operands), 8), baseline)
         found = self.candidates(size, card)
-        return Problem(self.op, self.key(size), found, [case], TOLERANCE, describe, "cublas_us")
+        return Problem(
+            self.op, self.key(size), found, [case], TOLERANCE, describe, "before_us" if gated else "cublas_us"
+        )
 
 
 def describe(choice: Choice | None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Linear layers: a GEMV, a weight stream, a split-K tile kernel or cuBLAS, by the tuning table for shape and rows.
+"""Linear layers: a GEMV, a weight stream, tiles or cuBLAS, by the tuning table for shape and rows.
 
-Up to 64 rows (decode) reading the weights is everything and our kernels win or tie; above, cuBLAS wins by up to 60 %
-and is used (figures: docs/performance.md). Shapes that no table lists get the rules of `plan`. All choices are made
-from shapes: nothing waits for the device, everything captures into a CUDA graph. A gated layer (silu(gate) * up of
-one product) has its own kernels and its own choices, because its activation costs no launch there.
+Up to 64 rows (decode) reading the weights is everything and our kernels win or tie; up to 512 a table may list
+warpgroups that share tiles (`cooperative.py`); all else is cuBLAS's. Shapes that no table lists get the rules of
+`plan`. All choices are made from shapes: nothing waits for the device, everything captures into a CUDA graph. A gated
+layer (silu(gate) * up of one product) has its own kernels and its own choices, because its activation costs no launch
+there.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engram_kernels.launch import dependent_launch, multiprocessors
+from engram_kernels.linear.cooperative import BK, cooperative
 from engram_kernels.linear.gemv import gated_gemv, gemv
 from engram_kernels.linear.skinny import skinny
 from engram_kernels.linear.stream import BN, stream, supports
 from engram_kernels.tuning import parameters, tuned_or_none
 
 MAX_ROWS = 64
-"""Above this many rows cuBLAS is always used."""
+"""More rows than this are cuBLAS's where no table lists them."""
+MOST_ROWS = 512
+"""More rows than this are always cuBLAS's."""
 
-__all__ = ["MAX_ROWS", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse", "plan", "run", "run_gated"]
+__all__ = [
+    "MAX_ROWS", "MOST_ROWS", "Choice", "Cooperative", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse",
+    "plan", "row_bucket", "run", "run_gated",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +69,41 @@ class Stream:
     stages: int
 
 
-Plan = Gemv | Skinny | Stream | None
+@dataclass(frozen=True, slots=True)
+class Cooperative:
+    """`groups` warpgroups (at most 4) of 64 weight rows and `tokens` tokens (at most 256; 128 with 4 groups) a program,
+    1 / split of K (which 64 * split must divide), `stages` steps of 64 in flight (no fewer than groups, no more than
+    there are). Hopper only."""
+
+    groups: int
+    tokens: int
+    split: int
+    stages: int
+
+
+Choice = Gemv | Skinny | Stream | Cooperative
+Plan = Choice | None
 """None: cuBLAS."""
-KINDS: dict[str, type[Gemv | Skinny | Stream]] = {"gemv": Gemv, "skinny": Skinny, "stream": Stream}
+KINDS: dict[str, type[Choice]] = {"gemv": Gemv, "skinny": Skinny, "stream": Stream, "cooperative": Cooperative}
+
+
+def row_bucket(rows: int) -> int:
+    """The number of rows whose table entry serves this many (at least one): a power of two, from 64 on a multiple of
+    64, because there time grows with the tiles that have any row at all."""
+    return 1 << (rows - 1).bit_length() if rows <= MAX_ROWS else -(-rows // 64) * 64
 
 
 @functools.cache
 def plan(rows: int, n: int, k: int, sms: int) -> Plan:
     """How to compute [rows, k] x [n, k]^T: the tuned choice, or the rules that fit the shapes measured so far."""
-    bucket = 1 << max(0, rows - 1).bit_length()
-    if bucket > MAX_ROWS:
+    bucket = row_bucket(rows)
+    if bucket > MOST_ROWS:
         return None
     entry = tuned_or_none("linear", f"rows={bucket},n={n},k={k}")
     if entry is not None:
         return parse(entry)
+    if bucket > MAX_ROWS:
+        return None
     if rows <= 2:
         return gemv_rule(k)
     bk = 128
@@ -108,7 +136,7 @@ def parse(entry: dict[str, int | str]) -> Plan:
     if kind == "cublas":
         return None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind of a linear tuning entry must be gemv, skinny, stream or cublas, got {kind!r}")
+        raise ValueError(f"kind of a linear tuning entry must be {', '.join(KINDS)} or cublas, got {kind!r}")
     return parameters(KINDS[kind], entry, f"a linear tuning entry of kind {kind}")
 
 
@@ -123,9 +151,9 @@ def _counters_of(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _tile_layout(rows: int, bk: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _tile_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, bk], element)
+    return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
 def _run_stream(choice: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool) -> None:
@@ -136,18 +164,48 @@ def _run_stream(choice: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, 
         part = torch.empty(choice.split, 1 + gated, rows, n, dtype=torch.float32, device=x.device)
         count = _counters_of(x)
     steps = k // (choice.bk * choice.split)
-    w_tiles = TensorDescriptor.from_tensor(weight, [BN, choice.bk], _tile_layout(BN, choice.bk, weight.dtype))
-    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk], _tile_layout(choice.bm, choice.bk, x.dtype))
+    w_tiles = TensorDescriptor.from_tensor(weight, [BN, choice.bk], _tile_layout((BN, choice.bk), weight.dtype))
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk], _tile_layout((choice.bm, choice.bk), x.dtype))
     stream[(-(-n // BN), choice.split)](
         w_tiles, x_tiles, weight if bias is None else bias, y, part, count, rows, n, y.stride(0), steps, choice.split,
         min(choice.stages, steps), gated, bias is not None, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
-def run_gated(choice: Gemv | Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+def _run_cooperative(
+    choice: Cooperative, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool
+) -> None:
+    if y.dtype != x.dtype:
+        raise ValueError(f"a cooperative linear kernel writes {x.dtype} as it reads, not {y.dtype}")
+    rows, k = x.shape
+    n = y.shape[1]
+    width = 32 if gated else 64
+    grid = (-(-rows // choice.tokens), -(-n // (choice.groups * width)), choice.split)
+    part, count = y, y
+    if choice.split > 1:
+        tiles = grid[0] * grid[1] * choice.groups
+        part = torch.empty(tiles, choice.split, 64, choice.tokens, dtype=torch.float32, device=x.device)
+        count = _counters_of(x)
+    if gated:  # eight gate rows, eight up rows, and so on
+        shape, strides = [n // 8, 2, 8, k], [8 * k, n * k, k, 1]
+        w_tiles = TensorDescriptor(weight, shape, strides, [4, 2, 8, BK], _tile_layout((4, 2, 8, BK), weight.dtype))
+    else:
+        w_tiles = TensorDescriptor.from_tensor(weight, [64, BK], _tile_layout((64, BK), weight.dtype))
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.tokens, BK], _tile_layout((choice.tokens, BK), x.dtype))
+    y_tiles = TensorDescriptor.from_tensor(y, [choice.tokens, width], _tile_layout((choice.tokens, width), y.dtype))
+    cooperative[grid](
+        w_tiles, x_tiles, y_tiles, weight if bias is None else bias, part, count, n, k // (BK * choice.split), gated,
+        bias is not None, choice.split, choice.groups, choice.stages, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def run_gated(choice: Gemv | Stream | Cooperative, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Write silu(gate) * up of x [rows, K] @ weight [2F, K]^T + bias (gate rows first) into y [rows, F]."""
     if isinstance(choice, Stream):
         _run_stream(choice, x, weight, bias, y, True)
+        return
+    if isinstance(choice, Cooperative):
+        _run_cooperative(choice, x, weight, bias, y, True)
         return
     rows, k = x.shape
     pdl = dependent_launch(x)
@@ -157,10 +215,14 @@ def run_gated(choice: Gemv | Stream, x: Tensor, weight: Tensor, bias: Tensor | N
     )  # fmt: skip
 
 
-def run(choice: Gemv | Skinny | Stream, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """Write x [rows, K] @ weight [N, K]^T + bias into y [rows, N] (any float dtype) with one of our kernels."""
+def run(choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Write x [rows, K] @ weight [N, K]^T + bias into y [rows, N] with one of our kernels. y: any float dtype;
+    of x's for Cooperative, which also wants its rows aligned to 16 bytes."""
     if isinstance(choice, Stream):
         _run_stream(choice, x, weight, bias, y, False)
+        return
+    if isinstance(choice, Cooperative):
+        _run_cooperative(choice, x, weight, bias, y, False)
         return
     rows, k = x.shape
     n = weight.shape[0]
@@ -186,7 +248,7 @@ def run(choice: Gemv | Skinny | Stream, x: Tensor, weight: Tensor, bias: Tensor 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], weight [N, K] contiguous; as the reference, accumulated in fp32."""
     rows = x.numel() // x.shape[-1]
-    if rows > MAX_ROWS or rows == 0 or x.dtype == torch.float32 or not weight.is_contiguous():
+    if rows > MOST_ROWS or rows == 0 or x.dtype == torch.float32 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     choice = plan(rows, weight.shape[0], weight.shape[1], multiprocessors(x))
     if choice is None:
@@ -194,7 +256,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     flat = x.reshape(rows, -1)
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    if isinstance(choice, Stream) and not supports(flat, weight):
+    if isinstance(choice, Stream | Cooperative) and not supports(flat, weight):
         return F.linear(x, weight, bias)
     y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
     run(choice, flat, weight, bias, y)

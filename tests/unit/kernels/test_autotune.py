@@ -17,7 +17,7 @@ from engram_kernels.autotune import linear, search, store
 from engram_kernels.autotune.candidates import candidates
 from engram_kernels.autotune.driver import H200
 from engram_kernels.autotune.search import Case, DeviceLost, OutOfTime, Problem, relative_error
-from engram_kernels.linear.kernel import Gemv, Skinny, Stream, parse
+from engram_kernels.linear.kernel import Cooperative, Gemv, Skinny, Stream, parse
 from engram_kernels.tuning import tables, tuned_or_none, use_folder
 
 ABOUT = {"gpu": "NVIDIA Imaginary 9", "triton": "3.6.0", "torch": "2.11"}
@@ -171,7 +171,7 @@ def test_errors_are_relative_and_nan_is_infinite() -> None:
     assert relative_error(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 128, 256, 512])
 @pytest.mark.parametrize("gated", [False, True])
 def test_candidates_fit_their_shape_and_survive_a_table(rows: int, gated: bool) -> None:
     found = candidates(rows, 4096, 1024, gated)
@@ -179,6 +179,13 @@ def test_candidates_fit_their_shape_and_survive_a_table(rows: int, gated: bool) 
     assert len(set(found)) == len(found)
     for choice in found:
         assert not (gated and isinstance(choice, Skinny))
+        if isinstance(choice, Cooperative):
+            steps = 1024 // (64 * choice.split)
+            assert choice.groups <= choice.stages <= steps
+            assert (64 * choice.groups + choice.tokens) * 128 * choice.stages <= 226 << 10
+            assert choice.groups * choice.tokens <= 768  # 128 sums a thread and a little more
+        else:
+            assert rows <= 64
         assert parse(json.loads(json.dumps(linear.describe(choice)))) == choice
 
 
@@ -204,11 +211,18 @@ def test_small_layers_are_copied_until_no_cache_holds_them(monkeypatch: pytest.M
     assert len(linear.Layer(2, 32).operands(cpu, False)) == 1
 
 
-def test_other_cards_get_no_streams() -> None:
-    assert any(isinstance(choice, Stream) for choice in candidates(8, 4096, 1024, False))
+def test_other_cards_get_nothing_that_only_hopper_can_run() -> None:
+    kinds = {type(choice) for choice in candidates(8, 4096, 1024, False)}
+    assert {Stream, Cooperative} < kinds
     ampere = candidates(8, 4096, 1024, False, multiprocessors=108, hopper=False)
-    assert ampere
-    assert not any(isinstance(choice, Stream) for choice in ampere)
+    assert {type(choice) for choice in ampere} == {Gemv, Skinny}
+    assert candidates(256, 4096, 1024, True, multiprocessors=108, hopper=False) == []
+
+
+def test_a_result_in_fp32_is_asked_of_those_that_widen() -> None:
+    head, plain = linear.Layer(4096, 1024, wide=True), linear.Layer(4096, 1024)
+    assert not any(isinstance(choice, Cooperative) for choice in head.candidates(8, H200))
+    assert any(isinstance(choice, Cooperative) for choice in plain.candidates(8, H200))
 
 
 @pytest.fixture
@@ -293,7 +307,7 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"kind": "rocket"}, "must be gemv, skinny, stream or cublas, got 'rocket'"),
+        ({"kind": "rocket"}, "must be gemv, skinny, stream, cooperative or cublas, got 'rocket'"),
         ({}, "got None"),
         ({"kind": "gemv", "bn": 1, "bk": 8}, "warps must be a whole number, got None"),
         ({"kind": "gemv", "bn": 1, "bk": "8", "warps": 1}, "bk must be a whole number, got '8'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engram_kernels.linear.kernel import Gemv, Skinny, Stream, parse, plan
+from engram_kernels.linear.kernel import MOST_ROWS, Cooperative, Gemv, Skinny, Stream, parse, plan, row_bucket
 from engram_kernels.tuning import load_table, tuned, tuned_or_none
 from engram_kernels.tuning.tables import table_name
 
@@ -35,6 +35,14 @@ def test_streams_fit_their_shape_and_the_multiprocessor(key: str) -> None:
     op, _, key = key.partition(" ")
     rows, _, k = (int(part.partition("=")[2]) for part in key.split(","))
     choice = parse((GATED if op == "gated" else LINEAR)[key])
+    if isinstance(choice, Cooperative):
+        assert rows <= MOST_ROWS
+        assert row_bucket(rows) == rows
+        assert choice.tokens >= min(rows, 64)
+        assert k % (64 * choice.split) == 0
+        assert choice.groups <= choice.stages <= k // (64 * choice.split)
+        assert (64 * choice.groups + choice.tokens) * 128 * choice.stages < SHARED_MEMORY
+        return
     if not isinstance(choice, Stream):
         assert op == "linear" or choice is None or isinstance(choice, Gemv)
         return
@@ -54,7 +62,7 @@ def test_the_rules_cover_shapes_that_no_table_lists(rows: int, n: int, k: int) -
         assert k % choice.bk == 0
 
 
-def test_many_rows_are_left_to_cublas() -> None:
+def test_many_rows_are_left_to_cublas_where_no_table_lists_them() -> None:
     assert plan(65, 4096, 4096, 132) is None
 
 
