@@ -36,22 +36,24 @@ engine ([step.json](../tests/bench/results/step.json), `python tests/bench/bench
 
 What limits these figures, and what was not run:
 
-- The rows are those of one run of `make bench-gpu PART=decode` (commit 82890b8) but for Granite at 64 and with bf16
-  states (60bdccc, with the attention and experts of before). Four decodes in a launch change it by one percent or two
-  in either direction: they stay off. Whole steps and prompts below are an older run of `bench_step.py`. Four answers of
-  each row were judged by the same weights in fp32: their root mean square distance is at most 1.12 times that of
-  torch's own bf16 operators (decode.json has both).
-- Missed bars: Qwen3-8B at 256 (12.3 against 11.5 ms), Granite at 64 (7.02 against 6.0) and 256 (13.9 against 12). With
+- The rows of Qwen3 and Llama are one run of `make bench-gpu PART=decode` (commit 9053eb8); Granite's are 82890b8, at
+  64 and with bf16 states 60bdccc (with the attention and experts of before). Four decodes in a launch change it by one
+  percent or two in either direction: they stay off. Whole steps and prompts below are an older run of `bench_step.py`.
+  Four answers of each row were judged by the same weights in fp32: their root mean square distance is at most 1.03
+  times that of torch's own bf16 operators (decode.json has both).
+- Missed bars: Qwen3-8B at 256 (12.5 against 11.5 ms), Granite at 64 (7.02 against 6.0) and 256 (13.9 against 12). With
   bf16 states (`--state-dtype bfloat16`) Granite takes 6.28 and 11.0: those bars were reckoned from states of two bytes,
-  while fp32 states alone put the floor at 256 at 10.3 ms. From run to run and card to card these figures vary by two or
-  three percent, those of 8B at 256 by more, since the card's power decides how fast its products run there.
+  while fp32 states alone put the floor at 256 at 10.3 ms.
+- Cards differ by two percent with few sequences and by four with 256 of an 8B model, where the card's power decides how
+  fast its products run: the same commit took 12.2 ms there on another card (whole step 11.3), and the run before it,
+  without the tiles of `linear/cooperative.py`, 12.3 (11.7). What these tiles gain was measured side by side: 5.4 us of
+  79.0 in each layer at 256 rows, 6.0 of 58.0 at 128, 4.5 of 53.8 at 64 (`python tests/bench/tune_linear.py`).
 - At 64 and 256 sequences of a small model the host has little time: the 95th percentile is where sixteen tokens fill a
   block of every sequence in the same step (`python -m tests.bench.bench_engine_host` has the host's part).
 - With random weights Granite's choices are clear (0.0 behind fp32, torch's too), so its check says little; its kernels
   and tiny models with other weights are checked by `make test-gpu`.
-- GPU tests (`make test-gpu`): 851 passed, 3 skipped, 3 expected failures that watch faults of Triton, in 97 s (the
-  kernels of commit 82890b8). What came after has not run on a GPU: a last layer that computes last tokens alone in
-  steps with 64 others, and a bound of the experts' lists.
+- GPU tests (`make test-gpu`): 1,007 passed, 3 skipped, 3 expected failures that watch faults of Triton, in 109 s
+  (commit d1a95cc; of the table of 9053eb8 every entry for linear layers once more).
 - HTTP and the tokenizer are outside.
 
 ## Whole steps without the engine

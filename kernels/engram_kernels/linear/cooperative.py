@@ -10,10 +10,10 @@ then the up rows: eight of each in turn lie in a tile (a box of four dimensions)
 its outputs. The result goes through the tiles' shared memory to the bulk copy engine. Partial sums of a split are added
 by the last warpgroup of a tile, in a fixed order: with many tokens that costs more than a split gains.
 Sources: CUTLASS's cooperative kernels (consumers that share the tile of the other operand), swap-AB of vLLM.
-Measured on an H200 (us, beside cuBLAS with the activation, or `stream.py` up to 64 rows, in the same run), gated: 8B at
-8 / 32 / 64 / 128 / 256 rows 47.6 / 49.0 / 50.1 / 53.6 / 75.6 (50.0 / 52.5 / 54.9 / 59.6 / 81.0), 0.6B at 64 / 128 / 256
-5.2 / 5.9 / 7.7 (6.3 / 8.0 / 9.8). Not gated it wins for small layers only: what cuBLAS shares between two
-multiprocessors (one copy of a tile for both) Triton cannot say. Tiles with rows past the end arrive more slowly.
+Measured on an H200 (tests/bench/tune_linear.py; us, beside the weight stream up to 64 rows, cuBLAS and the activation
+above), gated, 8B at 8 / 32 / 64 / 128 / 256 rows: 46.8 / 48.2 / 49.3 / 52.0 / 73.6 (49.3 / 51.3 / 53.8 / 58.0 / 79.0).
+Not gated it wins for small layers only: what cuBLAS shares between two multiprocessors (one copy of a tile for both)
+Triton cannot say. Tiles with rows past the end arrive more slowly.
 """
 
 from __future__ import annotations
