@@ -19,6 +19,8 @@ from tests.support.kernel_cases import poisoned_outputs
 def _interpreted() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled on this machine; tests/gpu covers them")
+    from tests.support.quick_interpreter import quick_interpreter  # not where triton compiles: the interpreter would be loaded
+
     torch.manual_seed(0)
-    with poisoned_outputs():
+    with poisoned_outputs(), quick_interpreter():
         yield
