@@ -7,7 +7,9 @@ export HF_HUB_OFFLINE := 1
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 # Two busy OpenMP pools on a small machine slow each other down tenfold.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+# Only the plugins that are used: of every one installed each process would rewrite and import all modules.
+PYTEST := $(TEST_ENV) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -q -p xdist.plugin -p pytest_timeout \
+	-p pytest_asyncio.plugin -p _hypothesis_pytestplugin
 # One process per core, at most eight: what more would share are the servers that each of them starts.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
 PARALLEL := -n $(WORKERS) --dist loadfile
@@ -45,7 +47,8 @@ test-unit: install ## fast tests, in process
 	$(PYTEST) $(PARALLEL) tests/unit
 
 test-integration: install ## real servers on loopback, real weights (fetched once)
-	$(PYTEST) -n $(WAITING_WORKERS) --dist loadfile --no-loadscope-reorder tests/integration
+	$(PYTEST) -p schemathesis.pytest.plugin -n $(WAITING_WORKERS) --dist loadfile --no-loadscope-reorder \
+		tests/integration
 
 # What takes minutes (Go programs, base image, Python environment) is made first, outside of any test's time limit.
 test-e2e: install ## the operator on a real cluster, built from source (root on Debian, Go; KUBECONFIG=... uses another)

@@ -95,8 +95,9 @@ SHARED_BYTES = 231_000
 
 
 def cooperative_candidates(rows: int, n: int, k: int, gated: bool) -> list[Cooperative]:
-    """As deep as one to four programs on a multiprocessor allow, a third of a wave to four waves of them. A split
-    writes its sums and reads them again: only what would leave most of the card idle."""
+    """A third of a wave to four waves of programs, each as deep as the shared memory allows (of one warpgroup also so
+    that two to four fit on a multiprocessor), or five steps. A split writes its sums and reads them again: only where
+    most of the card would idle, and not for 256 tokens, whose sums fill the registers already."""
     found: dict[Cooperative, None] = {}
     bucket = row_bucket(rows)
     for groups in (1, 2, 3, 4):
@@ -105,11 +106,16 @@ def cooperative_candidates(rows: int, n: int, k: int, gated: bool) -> list[Coope
                 continue
             for split in (1, 2, 4):
                 tiles = -(-rows // tokens) * -(-n // (groups * (32 if gated else 64)))
-                if n % 8 or k % (BK * split) or not 48 <= tiles * split <= 560 or (split > 1 and tiles > 100):
+                if n % 8 or k % (BK * split) or not 48 <= tiles * split <= 560:
+                    continue
+                if split > 1 and (tiles > 100 or tokens == 256):
                     continue
                 step = (64 * groups + tokens) * BK * 2
-                for programs in (1, 2, 3, 4):
-                    stages = min((SHARED_BYTES // programs - 1024) // step, 8, k // (BK * split))
+                depths = [SHARED_BYTES // step]
+                if groups == 1:
+                    depths += [(SHARED_BYTES // programs - 1024) // step for programs in (2, 3, 4)]
+                for depth in (*depths, min(5, depths[0])):
+                    stages = min(depth, 8, k // (BK * split))
                     if stages >= max(groups, 2):
                         found[Cooperative(groups, tokens, split, stages)] = None
     return list(found)

@@ -20,14 +20,14 @@ from engram_kernels.gated_linear.wide import gated_gemm
 from engram_kernels.launch import capability, dependent_launch, multiprocessors
 from engram_kernels.linear.kernel import (
     MAX_ROWS,
-    MOST_ROWS,
+    TABLE_ROWS,
     Cooperative,
     Gemv,
     Skinny,
     Stream,
     gemv_rule,
     linear,
-    parse,
+    parse_for,
     row_bucket,
     run_gated,
 )
@@ -41,11 +41,11 @@ def plan(rows: int, outputs: int, k: int, hopper: bool) -> Gemv | Stream | Coope
     """How to compute [rows, k] x [2 * outputs, k]^T gated; None: `wide_plan` says, or the product, then the
     activation."""
     bucket = row_bucket(rows)
-    if bucket > MOST_ROWS:
+    if bucket > TABLE_ROWS:
         return None
     entry = tuned_or_none("gated_linear", f"rows={bucket},n={outputs},k={k}")
     if entry is not None:
-        choice = parse(entry)
+        choice = parse_for("gated_linear", entry, bucket, outputs, k)
         if isinstance(choice, Skinny):
             raise ValueError("kind of a gated_linear tuning entry must not be skinny: it has no gated form")
         return choice
@@ -119,7 +119,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """As the reference: x [..., K], weight [2F, K] contiguous."""
     rows = x.numel() // x.shape[-1]
     outputs, k = weight.shape[0] // 2, weight.shape[1]
-    if not 0 < rows <= MOST_ROWS or x.dtype == torch.float32 or not weight.is_contiguous():
+    if not 0 < rows <= TABLE_ROWS or x.dtype == torch.float32 or not weight.is_contiguous():
         return without_plan(x, weight, bias)
     choice = plan(rows, outputs, k, capability(x)[0] == 9)
     if choice is None:

@@ -12,6 +12,7 @@ by the last warpgroup of a tile, in a fixed order: with many tokens that costs m
 Sources: CUTLASS's cooperative kernels (consumers that share the tile of the other operand), swap-AB of vLLM.
 Measured on an H200 (tests/bench/tune_linear.py; us, beside the weight stream up to 64 rows, cuBLAS and the activation
 above), gated, 8B at 8 / 32 / 64 / 128 / 256 rows: 46.8 / 48.2 / 49.3 / 52.0 / 73.6 (49.3 / 51.3 / 53.8 / 58.0 / 79.0).
+Several warpgroups ask for all registers of a multiprocessor, so one such program fits on it; of one warpgroup several.
 Not gated it wins for small layers only: what cuBLAS shares between two multiprocessors (one copy of a tile for both)
 Triton cannot say. Tiles with rows past the end arrive more slowly.
 """
@@ -106,7 +107,7 @@ def _multiply(
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
         if GATED:
-            weights = w_tiles.index(stage * GROUPS + c)._reinterpret(x_tiles.dtype, [64, 64], flat)
+            weights = w_tiles.index(stage * GROUPS + c)._reinterpret(w_tiles.dtype, [64, 64], flat)
         else:
             weights = w_tiles.index(stage * GROUPS + c)
         acc = warpgroup_mma(weights, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)

@@ -27,12 +27,12 @@ from engram_kernels.tuning import parameters, tuned_or_none
 
 MAX_ROWS = 64
 """More rows than this are cuBLAS's where no table lists them."""
-MOST_ROWS = 512
-"""More rows than this are always cuBLAS's."""
+TABLE_ROWS = 512
+"""More rows than this no table lists: they are always cuBLAS's."""
 
 __all__ = [
-    "MAX_ROWS", "MOST_ROWS", "Choice", "Cooperative", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse",
-    "plan", "row_bucket", "run", "run_gated",
+    "MAX_ROWS", "TABLE_ROWS", "Choice", "Cooperative", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse",
+    "parse_for", "plan", "row_bucket", "run", "run_gated",
 ]  # fmt: skip
 
 
@@ -97,11 +97,11 @@ def row_bucket(rows: int) -> int:
 def plan(rows: int, n: int, k: int, sms: int) -> Plan:
     """How to compute [rows, k] x [n, k]^T: the tuned choice, or the rules that fit the shapes measured so far."""
     bucket = row_bucket(rows)
-    if bucket > MOST_ROWS:
+    if bucket > TABLE_ROWS:
         return None
     entry = tuned_or_none("linear", f"rows={bucket},n={n},k={k}")
     if entry is not None:
-        return parse(entry)
+        return parse_for("linear", entry, bucket, n, k)
     if bucket > MAX_ROWS:
         return None
     if rows <= 2:
@@ -140,10 +140,45 @@ def parse(entry: dict[str, int | str]) -> Plan:
     return parameters(KINDS[kind], entry, f"a linear tuning entry of kind {kind}")
 
 
+def parse_for(op: str, entry: dict[str, int | str], rows: int, n: int, k: int) -> Plan:
+    """The choice that an entry names for so many rows. ValueError for one that cannot compute [rows, k] x [n, k]^T:
+    the kernels do not ask, they would read what is not there."""
+    choice = parse(entry)
+    wrong = _misfit(choice, rows, n, k)
+    if wrong:
+        raise ValueError(f"the {op} tuning entry for rows={rows},n={n},k={k} does not fit: {wrong}")
+    return choice
+
+
+def _misfit(choice: Plan, rows: int, n: int, k: int) -> str | None:
+    """What is wrong with a choice of split tiles, or None."""
+    if isinstance(choice, Skinny):
+        return None if k % choice.bk == 0 else f"bk = {choice.bk} must divide k"
+    if isinstance(choice, Stream):
+        if choice.bm < rows:
+            return f"bm = {choice.bm} must be at least the rows"
+        return None if k % (choice.bk * choice.split) == 0 else "bk * split must divide k"
+    if not isinstance(choice, Cooperative):
+        return None
+    if not 1 <= choice.groups <= 4 or choice.groups * choice.tokens > 768:
+        return f"groups = {choice.groups} must be 1 to 4, and groups * tokens at most 768"
+    if choice.tokens not in (8, 16, 32, 64, 128, 256):
+        return f"tokens = {choice.tokens} must be a power of two from 8 to 256"
+    if choice.split < 1 or k % (BK * choice.split) or n % 8:
+        return f"{BK} * split must divide k, and 8 n"
+    if not choice.groups <= choice.stages <= k // (BK * choice.split):
+        return f"stages = {choice.stages} must be between groups and the steps of K, {k // (BK * choice.split)}"
+    tiles = -(-rows // choice.tokens) * -(-n // 32)
+    return None if choice.split == 1 or tiles <= COUNTERS else "too many tiles for a split"
+
+
+COUNTERS = 16384
+
+
 @functools.cache
 def _counters(device: torch.device, stream: int) -> Tensor:
     """Arrival counters of split tiles: zero between launches. One set per stream, because streams run side by side."""
-    return torch.zeros(16384, dtype=torch.int32, device=device)
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def _counters_of(x: Tensor) -> Tensor:
@@ -248,7 +283,7 @@ def run(choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tenso
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], weight [N, K] contiguous; as the reference, accumulated in fp32."""
     rows = x.numel() // x.shape[-1]
-    if rows > MOST_ROWS or rows == 0 or x.dtype == torch.float32 or not weight.is_contiguous():
+    if rows > TABLE_ROWS or rows == 0 or x.dtype == torch.float32 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     choice = plan(rows, weight.shape[0], weight.shape[1], multiprocessors(x))
     if choice is None:

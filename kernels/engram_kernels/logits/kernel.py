@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engram_kernels.launch import multiprocessors
-from engram_kernels.linear.kernel import MAX_ROWS, plan, run
+from engram_kernels.linear.kernel import MAX_ROWS, Cooperative, plan, run
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
         hidden = hidden.contiguous()
     if 0 < rows <= MAX_ROWS and weight.is_contiguous():
         choice = plan(rows, weight.shape[0], weight.shape[1], multiprocessors(hidden))
-        if choice is not None:
+        if choice is not None and not isinstance(choice, Cooperative):  # which cannot widen
             y = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=hidden.device)
             run(choice, hidden, weight, None, y)
             return y

@@ -42,7 +42,8 @@ def register(commands: Any) -> None:
         type=_tokens,
         default=(128, 256, 512, 1024, 2048, 4096, 8192),
         metavar="N,N,...",
-        help="larger steps to tune experts and attention for, powers of two from 128 to 8192 (default: all of them)",
+        help="larger steps to tune for, powers of two from 128 to 8192 (default: all of them); linear layers up to 512 "
+        "in steps of 64",
     )
     parser.add_argument(
         "--dtype",

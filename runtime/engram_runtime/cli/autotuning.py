@@ -18,7 +18,7 @@ from engram_kernels.autotune.experts import Experts
 from engram_kernels.autotune.linear import Layer
 from engram_kernels.autotune.search import DeviceLost, graph_timer
 from engram_kernels.autotune.store import known
-from engram_kernels.linear.kernel import MOST_ROWS
+from engram_kernels.linear.kernel import TABLE_ROWS
 from engram_runtime.cli.lazy import CommandError
 from engram_runtime.layers.attention import Attention
 from engram_runtime.layers.linear import FusedLinear, Linear
@@ -87,8 +87,8 @@ def subjects(
     for op in ops:
         if op == "linear":
             for n, k, gated, fp32 in layer_shapes(model):
-                more = () if fp32 else tuple(size for size in tokens if size <= MOST_ROWS)
-                found.append(Layer(n, k, gated, fp32, rows + more))
+                more = range(128, min(tokens[-1], TABLE_ROWS) + 1, 64) if tokens and not fp32 else ()
+                found.append(Layer(n, k, gated, fp32, (*rows, *more)))
         elif op == "experts":
             found += [Experts(*shape, dtype, rows + tokens) for shape in expert_shapes(model)]
         else:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from typing import Any
 
-from engram_kernels.linear.kernel import MOST_ROWS, Cooperative, Gemv, Skinny, Stream, parse, plan, row_bucket
+import pytest
+import torch
+
+from engram_kernels.linear import kernel
+from engram_kernels.linear.kernel import (
+    TABLE_ROWS,
+    Cooperative,
+    Gemv,
+    Skinny,
+    Stream,
+    parse,
+    parse_for,
+    plan,
+    row_bucket,
+)
+from engram_kernels.logits import kernel as logits_kernel
 from engram_kernels.tuning import load_table, tuned, tuned_or_none
 from engram_kernels.tuning.tables import table_name
 
@@ -31,12 +47,12 @@ def test_linear_entries_fit_their_shape(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [*(f"linear {key}" for key in LINEAR), *(f"gated {key}" for key in GATED)])
-def test_streams_fit_their_shape_and_the_multiprocessor(key: str) -> None:
+def test_tiles_fit_their_shape_and_the_multiprocessor(key: str) -> None:
     op, _, key = key.partition(" ")
     rows, _, k = (int(part.partition("=")[2]) for part in key.split(","))
     choice = parse((GATED if op == "gated" else LINEAR)[key])
     if isinstance(choice, Cooperative):
-        assert rows <= MOST_ROWS
+        assert rows <= TABLE_ROWS
         assert row_bucket(rows) == rows
         assert choice.tokens >= min(rows, 64)
         assert k % (64 * choice.split) == 0
@@ -50,6 +66,74 @@ def test_streams_fit_their_shape_and_the_multiprocessor(key: str) -> None:
     assert k % (choice.bk * choice.split) == 0
     weights = 128 if op == "gated" else 64
     assert min(choice.stages, k // choice.bk) * (weights + choice.bm) * choice.bk * 2 < SHARED_MEMORY
+
+
+@pytest.mark.parametrize("key", [*(f"linear {key}" for key in LINEAR), *(f"gated_linear {key}" for key in GATED)])
+def test_what_ships_can_compute_its_shape(key: str) -> None:
+    op, _, key = key.partition(" ")
+    rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
+    entry = (GATED if op == "gated_linear" else LINEAR)[key]
+    assert parse_for(op, entry, rows, n, k) == parse(entry)
+
+
+GOOD = {"kind": "cooperative", "groups": 3, "tokens": 128, "split": 2, "stages": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "says"),
+    [
+        ({"groups": 0}, (1024, 1024), "groups = 0 must be 1 to 4"),
+        ({"groups": 5, "stages": 8}, (1024, 1024), "groups = 5 must be 1 to 4"),
+        ({"groups": 4, "tokens": 256}, (1024, 1024), "groups * tokens at most 768"),
+        ({"tokens": 96}, (1024, 1024), "tokens = 96 must be a power of two from 8 to 256"),
+        ({"tokens": 4}, (1024, 1024), "tokens = 4 must be"),
+        ({"split": 0}, (1024, 1024), "64 * split must divide k, and 8 n"),
+        ({}, (1024, 1088), "64 * split must divide k, and 8 n"),
+        ({}, (1020, 1024), "64 * split must divide k, and 8 n"),
+        ({"stages": 2}, (1024, 1024), "stages = 2 must be between groups and the steps of K, 8"),
+        ({"stages": 9}, (1024, 1024), "stages = 9 must be between groups and the steps of K, 8"),
+        ({"tokens": 8}, (1 << 17, 1024), "too many tiles for a split"),
+        ({"kind": "stream", "bm": 64, "bk": 128}, (1024, 1024), "bm = 64 must be at least the rows"),
+        ({"kind": "stream", "bm": 128, "bk": 128}, (1024, 1152), "bk * split must divide k"),
+        (
+            {"kind": "skinny", "bm": 128, "bn": 64, "bk": 128, "swap": False, "warps": 4},
+            (1024, 1088),
+            "bk = 128 must divide k",
+        ),
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_compute_its_shape_is_an_error(
+    change: dict[str, Any], shape: tuple[int, int], says: str
+) -> None:
+    assert isinstance(parse_for("linear", GOOD, 128, 1024, 1024), Cooperative)
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        parse_for("linear", {**GOOD, **change}, 128, *shape)
+    assert str(error.value).startswith(f"the linear tuning entry for rows=128,n={shape[0]},k={shape[1]} does not fit: ")
+
+
+def test_rows_find_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def entry(op: str, key: str) -> dict[str, Any]:
+        asked.append(key)
+        return GOOD | {"tokens": 64}
+
+    monkeypatch.setattr(kernel, "tuned_or_none", entry)
+    plan.cache_clear()
+    for rows in (1, 3, 33, 64, 65, 128, 129, 193, 500, 512):
+        assert isinstance(plan(rows, 1024, 2048, 132), Cooperative)
+    plan.cache_clear()
+    buckets = [1, 4, 64, 64, 128, 128, 192, 256, 512, 512]
+    assert asked == [f"rows={bucket},n=1024,k=2048" for bucket in buckets]
+    assert plan(513, 1024, 2048, 132) is None
+
+
+def test_logits_do_not_take_what_cannot_widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain layer of the vocabulary's shape may have such an entry."""
+    monkeypatch.setattr(logits_kernel, "plan", lambda *shape: Cooperative(1, 8, 1, 4))
+    hidden, weight = torch.randn(3, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    assert torch.equal(logits_kernel.logits(hidden, weight), hidden.float() @ weight.float().t())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])

@@ -19,7 +19,8 @@ from tests.support.kernel_cases import poisoned_outputs
 def _interpreted() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled on this machine; tests/gpu covers them")
-    from tests.support.quick_interpreter import quick_interpreter  # not where triton compiles: the interpreter would be loaded
+    # Not where triton compiles: this loads the interpreter.
+    from tests.support.quick_interpreter import quick_interpreter
 
     torch.manual_seed(0)
     with poisoned_outputs(), quick_interpreter():
