@@ -153,7 +153,8 @@ def cooperative(
     """Program (tile of T tokens, tile of 64 * GROUPS weight rows, split of K); N outputs.
 
     w [N, K] in boxes of 64 x 64, GATED [N / 8, 2, 8, K] in boxes of 4 x 2 x 8 x 64; x [M, K] of T x 64; y [M, N] of
-    T x 64 or, GATED, T x 32. K is SPLIT * steps tiles of 64, steps at least STAGES, STAGES at least GROUPS.
+    T x 64 or, GATED, T x 32. K is SPLIT * steps tiles of 64, steps at least STAGES, STAGES at least GROUPS
+    and, of two steps or more, 2.
     part [tiles, GROUPS, SPLIT, 64, T] fp32; count: zeros, left so.
     """
     gdc_launch_dependents()

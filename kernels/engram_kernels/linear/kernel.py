@@ -73,7 +73,7 @@ class Stream:
 class Cooperative:
     """`groups` warpgroups (at most 4) of 64 weight rows and `tokens` tokens (at most 256; 128 with 4 groups) a program,
     1 / split of K (which 64 * split must divide), `stages` steps of 64 in flight (no fewer than groups, no more than
-    there are). Hopper only."""
+    there are, and two of two or more). Hopper only."""
 
     groups: int
     tokens: int
@@ -166,13 +166,15 @@ def _misfit(choice: Plan, rows: int, n: int, k: int) -> str | None:
         return f"tokens = {choice.tokens} must be a power of two from 8 to 256"
     if choice.split < 1 or k % (BK * choice.split) or n % 8:
         return f"{BK} * split must divide k, and 8 n"
-    if not choice.groups <= choice.stages <= k // (BK * choice.split):
-        return f"stages = {choice.stages} must be between groups and the steps of K, {k // (BK * choice.split)}"
+    steps = k // (BK * choice.split)
+    if not max(choice.groups, min(2, steps)) <= choice.stages <= steps:
+        return f"stages = {choice.stages} must be at least groups and 2, and at most the steps of K, {steps}"
     tiles = -(-rows // choice.tokens) * -(-n // 32)
     return None if choice.split == 1 or tiles <= COUNTERS else "too many tiles for a split"
 
 
 COUNTERS = 16384
+"""Of arrivals: tiles that one launch can split."""
 
 
 @functools.cache
