@@ -70,8 +70,10 @@ def _install(target: Path, uv: str | None) -> None:
 
 
 def environment() -> dict[str, str]:
-    """For its interpreter, so that it finds the provider of this checkout and asks nobody for prices."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT / 'provider'}:{ROOT}", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    """For its interpreter, so that it finds the provider of this checkout, its own plugins, and asks nobody for
+    prices."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_DISABLE_PLUGIN_AUTOLOAD"}
+    return {**inherited, "PYTHONPATH": f"{ROOT / 'provider'}:{ROOT}", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 class Caller:

@@ -60,15 +60,15 @@ def test_a_flat_row_is_cut_where_the_reference_cuts_it(
 ) -> None:
     """The cut lies among more logits than `solve` holds: in a slice of a level or, of equal logits, nowhere less."""
     monkeypatch.setattr(cut, "CAP", cap)
-    logits = torch.randn(ROWS, VOCAB) * spread
-    logits[3] = logits[3].round()
     s = SamplingTensors(
         temperature=torch.full((ROWS,), 0.9),
         seeds=torch.arange(ROWS),
         positions=torch.arange(ROWS) * 7,
         top_p=torch.tensor([0.9, 0.6, 0.97, 0.8]),
     )
-    for _ in range(4):
+    for _ in range(2):  # other logits, so also another cut, each time
+        logits = torch.randn(ROWS, VOCAB) * spread
+        logits[3] = logits[3].round()
         s.positions.add_(1)  # type: ignore[union-attr]
         got, expected = kernel.sample(logits, s), reference(logits, s)
         assert got.token_ids.tolist() == expected.token_ids.tolist()
