@@ -53,7 +53,8 @@ What limits these figures, and what was not run:
 - With random weights Granite's choices are clear (0.0 behind fp32, torch's too), so its check says little; its kernels
   and tiny models with other weights are checked by `make test-gpu`.
 - GPU tests (`make test-gpu`): 1,007 passed, 3 skipped, 3 expected failures that watch faults of Triton, in 109 s
-  (commit d1a95cc; of the table of 9053eb8 every entry for linear layers once more).
+  (commit d1a95cc; of the table of 9053eb8 every entry for linear layers once more). Cases that came later, and checks
+  of table entries, have not run on a GPU.
 - HTTP and the tokenizer are outside.
 
 ## Whole steps without the engine
