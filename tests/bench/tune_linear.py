@@ -11,7 +11,6 @@ first, in parallel, into Triton's cache. --kinds stream tries only that kind bes
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from engram_kernels.autotune.candidates import FP32_KINDS, KINDS, ROWS, call, candidates
+from engram_kernels.autotune.linear import describe
 from engram_kernels.gated_linear.kernel import without_plan
 from engram_kernels.linear.kernel import Choice, Gemv
 from tests.bench.gpu_timing import COPY_TBS, save, time_us
@@ -101,10 +101,7 @@ def tune(
         if us < best[0]:
             best = (us, choice)
     us, found = best
-    entry: dict[str, object] = {"kind": "before"}
-    if found is not None:
-        fields = {name: int(value) for name, value in dataclasses.asdict(found).items()}
-        entry = {"kind": type(found).__name__.lower(), **fields}
+    entry = describe(found)
     rate = weights[0].numel() * 2 / us / 1e6
     print(f"{'gated ' if gated else ''}{n}x{k} rows {rows}: {us:.2f} us ({rate / COPY_TBS:.0%}), before {before:.2f}, ")
     print(f"   {entry}; tried {' '.join(shown)}", flush=True)
