@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engram_kernels.embedding.kernel import embedding
-from engram_kernels.gated_linear.kernel import Tile, gated_linear, run_wide, wide_plan
+from engram_kernels.gated_linear.kernel import Tile, Warpgroups, Wide, gated_linear, run_wide, wide_plan
 from engram_kernels.gated_linear.kernel import plan as gated_plan
 from engram_kernels.launch import multiprocessors
 from engram_kernels.linear.kernel import MAX_ROWS, Cooperative, Gemv, Stream, linear, plan, run, run_gated
@@ -223,14 +223,42 @@ def test_every_shipped_wide_tile(key: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [65, 128, 257, 1000])
-@pytest.mark.parametrize("tile", [Tile(128, 128, 64, 3, 8, 8), Tile(128, 64, 64, 3, 4, 4), Tile(64, 64, 128, 3, 4, 16)])
-def test_wide_tiles_of_awkward_rows(rows: int, tile: Tile) -> None:
-    n, k = 1024, 1536
+@pytest.mark.parametrize("k", [192, 256, 1536])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(128, 128, 64, 3, 8, 8), Tile(128, 64, 64, 3, 4, 4), Tile(64, 64, 64, 3, 4, 16), Warpgroups(1),
+        Warpgroups(2), Warpgroups(8),
+    ],
+)  # fmt: skip
+def test_wide_tiles_of_awkward_rows(rows: int, k: int, tile: Wide) -> None:
+    if isinstance(tile, Warpgroups) and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    n = 1024
     x, weight = _random(rows, k), _random(2 * n, k, scale=0.05)
     y = torch.full((rows, n), float("nan"), device="cuda", dtype=BF16)
     run_wide(tile, x, weight, y)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     assert relative_error(y, torch.nn.functional.silu(gate) * up) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_three_warpgroups_take_several_tiles_each_and_repeat_bit_by_bit(dtype: torch.dtype) -> None:
+    """8 to 9 tiles a program, of three steps and more, the last wave not full."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    rows, n = 10_000, 2816
+    for k in (192, 320):
+        x = _random(rows, k).to(dtype)
+        weight = _random(2 * n, k, scale=0.05).to(dtype)
+        outs = []
+        for group in (8, 8, 8, 3):
+            y = torch.full((rows, n), float("nan"), device="cuda", dtype=dtype)
+            run_wide(Warpgroups(group), x, weight, y)
+            outs.append(y)
+        gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
+        assert relative_error(outs[0], torch.nn.functional.silu(gate) * up) < 4e-3
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64, MAX_ROWS + 1])

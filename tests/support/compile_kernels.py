@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from engram_kernels.copy_blocks import kernel as copy_blocks
 from engram_kernels.copy_state import kernel as copy_state
+from engram_kernels.gated_linear.warpgroups import gated_tiles
 from engram_kernels.linear.cooperative import cooperative
 from engram_kernels.paged_attention import hopper
 from engram_kernels.state_update import kernel as state_update
@@ -98,7 +99,25 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, int | None]], ...] = (
         {"w": _tiles(64, 64), "x": _tiles(64, 64), "y": _tiles(64, 64), **SUMS},
         {"GATED": False, "BIAS": False, "SPLIT": 2, "GROUPS": 1, "STAGES": 8},
     ),
+    (
+        gated_tiles,
+        {
+            **{"x": _tiles(64, 64), "w": _tiles(16, 2, 8, 64), "y": _tiles(64, 128)},
+            **dict.fromkeys(("tiles_m", "tiles_n", "steps", "group"), "i32"),
+        },
+        {},
+    ),
+    (
+        hopper._attention,
+        {
+            **{"q": _tiles(64, 128), "k": _tiles(16, 128), "v": _tiles(16, 128), "out": BF16, "scale": "fp32"},
+            **dict.fromkeys(("block_tables", "blocks", "query_start", "seq_lens"), "*i32"),
+            **dict.fromkeys(("table_stride", "last_page", "count"), "i32"),
+        },
+        {"HEADS": 32, "H": 8, "D": 128, "TILE": hopper.BN, "STAGES": 2, "BAND": 8},
+    ),
 )
+OPTIONS: Mapping[str, Mapping[str, int]] = {"_attention": {"maxnreg": 168}}
 
 
 def main() -> None:
@@ -107,7 +126,7 @@ def main() -> None:
         signature = {name: types.get(name, "constexpr") for name in names}
         kind = GluonASTSource if function.is_gluon() else ASTSource
         source = kind(function, signature, {(names.index(name),): value for name, value in constants.items()})
-        compiled = triton.compile(source, target=HOPPER)
+        compiled = triton.compile(source, target=HOPPER, options=dict(OPTIONS.get(function.__name__, {})))
         print(function.__module__, function.__name__, len(compiled.asm["cubin"]))
 
 

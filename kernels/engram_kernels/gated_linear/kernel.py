@@ -2,20 +2,24 @@
 
 Alone the activation is a launch of a microsecond, and gate and up are written and read once more. One or two rows
 take a GEMV whose program holds the gate rows and the up rows of the same outputs, up to 64 rows on Hopper a weight
-stream with two accumulators, more rows (and fewer, where it wins) the tiles of `linear/cooperative.py` or `wide.py`
-that the tuning table lists; everything else is the product followed by the activation. Both halves stay in fp32 until
-the result is rounded, so the result is closer to fp32 than that of the separate ops.
+stream with two accumulators, more rows (and fewer, where it wins) the tiles of `linear/cooperative.py`, `wide.py` or
+`warpgroups.py` that the tuning table lists; everything else is the product followed by the activation. Both halves
+stay in fp32 until the result is rounded, so the result is closer to fp32 than that of the separate ops.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TileDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engram_kernels.gated_linear import warpgroups
 from engram_kernels.gated_linear.wide import gated_gemm
 from engram_kernels.launch import capability, dependent_launch, multiprocessors
 from engram_kernels.linear.kernel import (
@@ -30,10 +34,11 @@ from engram_kernels.linear.kernel import (
     parse_for,
     row_bucket,
     run_gated,
+    tile_layout,
 )
 from engram_kernels.linear.stream import supports
 from engram_kernels.silu_and_mul.kernel import silu_and_mul
-from engram_kernels.tuning import tuned_or_none
+from engram_kernels.tuning import parameters, tuned_or_none
 
 
 @functools.cache
@@ -75,19 +80,68 @@ class Tile:
     warps: int
     group: int
 
+    def misfit(self, outputs: int, k: int) -> str | None:
+        """What keeps it from a layer, or None."""
+        return None if outputs % self.bn == 0 and k % self.bk == 0 else "bn must divide the outputs, and bk k"
+
+
+@dataclass(frozen=True, slots=True)
+class Warpgroups:
+    """The tiles of `warpgroups.py` (Hopper only); programs take `group` tiles of rows before the next column."""
+
+    group: int
+
+    def misfit(self, outputs: int, k: int) -> str | None:
+        """What keeps it from a layer, or None."""
+        if outputs % warpgroups.OUTPUTS or k % warpgroups.BK or k < warpgroups.BK * warpgroups.STAGES.value:
+            return f"{warpgroups.OUTPUTS} must divide the outputs, and {warpgroups.BK} k, three times or more"
+        return None if self.group > 0 else f"group must be positive, got {self.group}"
+
+
+Wide = Tile | Warpgroups
+WIDE_KINDS: dict[str, type[Wide]] = {"tile": Tile, "warpgroups": Warpgroups}
+
+
+def parse_wide(entry: Mapping[str, Any], rows: int, outputs: int, k: int) -> Wide:
+    """The tile that an entry names. ValueError for one that cannot compute [rows, k] x [2 * outputs, k]^T gated."""
+    what = f"the gated_linear.wide tuning entry for rows={rows},n={outputs},k={k}"
+    kind = WIDE_KINDS.get(entry.get("kind", ""))
+    if kind is None:
+        raise ValueError(f"{what}: kind must be {' or '.join(WIDE_KINDS)}, got {entry.get('kind')!r}")
+    choice = parameters(kind, entry, what)
+    if wrong := choice.misfit(outputs, k):
+        raise ValueError(f"{what} does not fit: {wrong}")
+    return choice
+
 
 @functools.cache
-def wide_plan(rows: int, outputs: int, k: int) -> Tile | None:
+def wide_plan(rows: int, outputs: int, k: int) -> Wide | None:
     """The tile for rows that `plan` has nothing for; None: the product, then the activation."""
     bucket = min(1 << (rows - 1).bit_length(), WIDEST)
     entry = tuned_or_none("gated_linear.wide", f"rows={bucket},n={outputs},k={k}")
-    if entry is None:
-        return None
-    return Tile(*(int(entry[field]) for field in ("bm", "bn", "bk", "stages", "warps", "group")))
+    return None if entry is None else parse_wide(entry, bucket, outputs, k)
 
 
-def run_wide(choice: Tile, x: Tensor, weight: Tensor, y: Tensor) -> None:
+def _run_warpgroups(choice: Warpgroups, x: Tensor, weight: Tensor, y: Tensor) -> None:
+    rows, k = x.shape
+    outputs = y.shape[1]
+    box = [16, 2, 8, warpgroups.BK]  # eight gate rows, eight up rows, and so on
+    shape, strides = [outputs // 8, 2, 8, k], [8 * k, outputs * k, k, 1]
+    w_tiles = TileDescriptor(weight, shape, strides, box, tile_layout(tuple(box), weight.dtype))
+    x_tiles = TileDescriptor.from_tensor(x, [64, warpgroups.BK], tile_layout((64, warpgroups.BK), x.dtype))
+    y_tiles = TileDescriptor.from_tensor(y, [64, warpgroups.OUTPUTS], tile_layout((64, warpgroups.OUTPUTS), y.dtype))
+    tiles_m, tiles_n = -(-rows // warpgroups.ROWS), outputs // warpgroups.OUTPUTS
+    programs = min(multiprocessors(x), tiles_m * tiles_n)
+    warpgroups.gated_tiles[(programs,)](
+        x_tiles, w_tiles, y_tiles, tiles_m, tiles_n, k // warpgroups.BK, choice.group, num_warps=4
+    )
+
+
+def run_wide(choice: Wide, x: Tensor, weight: Tensor, y: Tensor) -> None:
     """Write silu(gate) * up of x [rows, K] @ weight [2F, K]^T (gate rows first) into y [rows, F]; all dense rows."""
+    if isinstance(choice, Warpgroups):
+        _run_warpgroups(choice, x, weight, y)
+        return
     rows, k = x.shape
     outputs = y.shape[1]
     x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk])

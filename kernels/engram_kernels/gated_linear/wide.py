@@ -7,7 +7,6 @@ rows of neighbouring programs meet in the L2. Source: our prototype of a persist
 Measured on an H200 (us, beside cuBLAS and the activation in the same run): 12,288 outputs of 4,096 at 512 / 8,192 rows
 137 / 2,434 (143 / 2,466), at 256 rows cuBLAS wins; 3,072 of 1,024 at 256 / 8,192 rows 9.0 / 165 (9.7 / 182).
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TABLE_ROWS = 512
 
 __all__ = [
     "MAX_ROWS", "TABLE_ROWS", "Choice", "Cooperative", "Gemv", "Skinny", "Stream", "gemv_rule", "linear", "parse",
-    "parse_for", "plan", "row_bucket", "run", "run_gated",
+    "parse_for", "plan", "row_bucket", "run", "run_gated", "tile_layout",
 ]  # fmt: skip
 
 
@@ -188,7 +188,8 @@ def _counters_of(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _tile_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def tile_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How such a box of a tensor lies in shared memory for wgmma."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
@@ -201,8 +202,8 @@ def _run_stream(choice: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, 
         part = torch.empty(choice.split, 1 + gated, rows, n, dtype=torch.float32, device=x.device)
         count = _counters_of(x)
     steps = k // (choice.bk * choice.split)
-    w_tiles = TensorDescriptor.from_tensor(weight, [BN, choice.bk], _tile_layout((BN, choice.bk), weight.dtype))
-    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk], _tile_layout((choice.bm, choice.bk), x.dtype))
+    w_tiles = TensorDescriptor.from_tensor(weight, [BN, choice.bk], tile_layout((BN, choice.bk), weight.dtype))
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.bm, choice.bk], tile_layout((choice.bm, choice.bk), x.dtype))
     stream[(-(-n // BN), choice.split)](
         w_tiles, x_tiles, weight if bias is None else bias, y, part, count, rows, n, y.stride(0), steps, choice.split,
         min(choice.stages, steps), gated, bias is not None, num_warps=4, launch_pdl=True,
@@ -225,11 +226,11 @@ def _run_cooperative(
         count = _counters_of(x)
     if gated:  # eight gate rows, eight up rows, and so on
         shape, strides = [n // 8, 2, 8, k], [8 * k, n * k, k, 1]
-        w_tiles = TensorDescriptor(weight, shape, strides, [4, 2, 8, BK], _tile_layout((4, 2, 8, BK), weight.dtype))
+        w_tiles = TensorDescriptor(weight, shape, strides, [4, 2, 8, BK], tile_layout((4, 2, 8, BK), weight.dtype))
     else:
-        w_tiles = TensorDescriptor.from_tensor(weight, [64, BK], _tile_layout((64, BK), weight.dtype))
-    x_tiles = TensorDescriptor.from_tensor(x, [choice.tokens, BK], _tile_layout((choice.tokens, BK), x.dtype))
-    y_tiles = TensorDescriptor.from_tensor(y, [choice.tokens, width], _tile_layout((choice.tokens, width), y.dtype))
+        w_tiles = TensorDescriptor.from_tensor(weight, [64, BK], tile_layout((64, BK), weight.dtype))
+    x_tiles = TensorDescriptor.from_tensor(x, [choice.tokens, BK], tile_layout((choice.tokens, BK), x.dtype))
+    y_tiles = TensorDescriptor.from_tensor(y, [choice.tokens, width], tile_layout((choice.tokens, width), y.dtype))
     cooperative[grid](
         w_tiles, x_tiles, y_tiles, weight if bias is None else bias, part, count, n, k // (BK * choice.split), gated,
         bias is not None, choice.split, choice.groups, choice.stages, num_warps=4, launch_pdl=True,

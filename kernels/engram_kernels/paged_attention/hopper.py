@@ -1,11 +1,15 @@
 """Prefill attention for Hopper in Gluon: two consumer warpgroups on wgmma, one producer warp on the bulk copy engine.
 
 Plain Triton 3.6 cannot specialise warps on Hopper, so its softmax and its matrix products wait for each other; here one
-warpgroup's softmax runs under the other's products, and the score product of tile i is issued together with the value
-product of tile i - 1. Pages of 16 tokens go straight from the cache into slices of one shared tile: no gather.
-Measured on three H200s (tests/bench/results/kernels.json is one): 573 to 634 TFLOP/s of causal work at 8,192 tokens,
-609 to 674 at 32,768, 616 to 660 for 2,048 tokens on 30,720; cuDNN beside it 546 to 604 and 593 to 598.
-Sources: FlashAttention-3 (Shah et al. 2024), our prototype; a ping-pong barrier between the consumers did not help.
+warpgroup's softmax runs under the other's products (they take turns at issuing them), and the score product of tile i
+is issued together with the value product of tile i - 1, which the softmax does not wait for: what it does wait for, the
+next keys, comes between them, because ptxas moves a wait for products up to the last branch before it.
+A row's sum is kept against the largest score of an older tile until a newer one is 2^8 times larger, so that almost no
+tile makes the outputs so far smaller; a warp none of whose rows need it skips that. Pages of 16 tokens go straight from
+the cache into slices of one shared tile: no gather.
+Measured on an H200 that draws all of its 700 W, in one run beside the kernel without turns, skipping and that wait
+(TFLOP/s of causal work): 561 (538) at 8,192 tokens, 593 (568) and 606 (572) for the last 8,192 of 16,384 and 32,768.
+Sources: FlashAttention-3 (Shah et al. 2024), the rare rescaling of FlashAttention-4, our prototype.
 Limits: bf16 or fp16, head size 128, capability 9.0. The whole KV pool must hold finite numbers (a fresh pool is zeros):
 keys past a sequence's end get weight 0, and 0 * NaN is NaN. Blocks of 128 rows: short chunks go to `split_kv.py`.
 The mask is a power of two: times the scale it stays exact, while the residual of a rounded -1e30 under fused
@@ -31,6 +35,25 @@ BM = 128  # query rows of a program, 64 for each consumer
 BN = 128  # keys of a tile
 FAR = gl.constexpr(-float(2**100))
 NOWHERE = tl.constexpr(1 << 20)  # past any chunk's end
+RARE = gl.constexpr(8.0)
+"""Powers of two by which a score may pass its row's reference: sums of 2^8 times 2^20 keys are far from fp32's end."""
+
+
+def _rescale(values: int) -> tuple[str, str]:
+    """PTX, and its constraints, that multiplies the outputs a thread holds by its two rows' factors, unless no thread
+    of the warp has a factor other than one. As in wgmma's accumulators, values come in pairs of one row, then the
+    other; each has its factor as an operand of its own, which costs nothing."""
+    factor = 2 * values  # operands: results, the same again as inputs, factors
+    lines = [
+        "{", ".reg .pred some;", f"setp.neu.f32 some, ${factor}, 0f3F800000;",
+        f"setp.neu.or.f32 some, ${factor + 2}, 0f3F800000, some;", "vote.sync.any.pred some, some, 0xffffffff;",
+        "@!some bra same;", *(f"mul.f32 ${i}, ${i}, ${factor + i};" for i in range(values)), "same:", "}",
+    ]  # fmt: skip
+    constraints = ["=f"] * values + [str(i) for i in range(values)] + ["f"] * values
+    return "\n".join(lines), ",".join(constraints)
+
+
+RESCALE, RESCALE_OPERANDS = map(gl.constexpr, _rescale(64))  # 64 x 128 outputs, 128 threads
 
 
 @triton.jit(do_not_specialize=["seq0", "num_seqs"])
@@ -60,7 +83,7 @@ def _producer(
     """One warp: the queries once, then key and value tiles from the diagonal back to the start."""
     q, k, v = descs
     q_tiles, k_tiles, v_tiles = smem
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_full, k_full, k_free, v_full, v_free, _turn = bars
     mbarrier.expect(q_full, 128 * D * 2)
     for c in gl.static_range(2):
         tma.async_copy_global_to_shared(q, [q_row + c * 64, head * D], q_full, q_tiles.index(c))
@@ -75,13 +98,19 @@ def _producer(
 
 
 @gluon.jit
+def _row_sums(p):
+    """[64, N] to [64, 4]: what each of the four threads of a row holds of it, so that none has to ask the others."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _consumer(
     c: gl.constexpr, smem, bars, out, q_row, rows_left, head, start, tiles, scale,
     HEADS: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """64 query rows, keys from the newest tile to the oldest; only the first two tiles can need the causal mask."""
     q_tiles, k_tiles, v_tiles = smem
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_full, k_full, k_free, v_full, v_free, turn = bars
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])  # TILE = D: scores and output alike
     p_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     dtype: gl.constexpr = out.dtype.element_ty
@@ -99,32 +128,39 @@ def _consumer(
     s = gl.where(reach[:, None] >= col[None, :], s, FAR)  # finite: the next tile repairs a row that sees nothing here
     m = gl.max(s, 1) * scale
     p = gl.exp2(s * scale - m[:, None])
-    den = gl.sum(p, 1)
+    den = _row_sums(p)
     p16 = gl.convert_layout(p.to(dtype), p_layout)
+    mbarrier.wait(k_full.index(1 % STAGES), 1 // STAGES & 1, pred=tiles > 1)
     for i in range(1, tiles):
         stage = i % STAGES
         before = (i - 1) % STAGES
-        mbarrier.wait(k_full.index(stage), i // STAGES & 1)
         mbarrier.wait(v_full.index(before), (i - 1) // STAGES & 1)
+        mbarrier.wait(turn.index(c), ((i - 1) & 1) ^ (1 - c))
         s = warpgroup_mma(q, k_tiles.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True)
         o = warpgroup_mma(p16, v_tiles.index(before), o, is_async=True)
+        mbarrier.arrive(turn.index(1 - c), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
         if i == 1:  # a chunk that does not start on a tile boundary has two tiles to mask
             s = gl.where((reach + TILE)[:, None] >= col[None, :], s, FAR)
         top = gl.maximum(m, gl.max(s, 1) * scale)
+        top = gl.where(top - m > RARE, top, m)
         fade = gl.exp2(m - top)
         p = gl.exp2(s * scale - top[:, None])
-        den = den * fade + gl.sum(p, 1)
+        part = _row_sums(p)
+        den = den * gl.convert_layout(fade, gl.SliceLayout(1, part.type.layout), assert_trivial=True)[:, None] + part
         m = top
+        p16 = gl.convert_layout(p.to(dtype), p_layout)
+        mbarrier.wait(k_full.index((i + 1) % STAGES), (i + 1) // STAGES & 1, pred=i + 1 < tiles)  # see above: here
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(before), count=1)
-        o = o * fade[:, None]
-        p16 = gl.convert_layout(p.to(dtype), p_layout)
+        fades = fade[:, None].broadcast_to([64, D])
+        o = gl.inline_asm_elementwise(RESCALE, RESCALE_OPERANDS, [o, fades], gl.float32, True, 64)
     last = (tiles - 1) % STAGES
     mbarrier.wait(v_full.index(last), (tiles - 1) // STAGES & 1)
     o = warpgroup_mma(p16, v_tiles.index(last), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
+    den = gl.convert_layout(gl.sum(den, 1), gl.SliceLayout(1, mma))
     at = (q_row + r).to(gl.int64) * (HEADS * D) + head * D
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
     gl.store(out + at[:, None] + d[None, :], (o / den[:, None]).to(dtype), mask=(r < rows_left)[:, None])
@@ -155,14 +191,17 @@ def _attention(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    for c in gl.static_range(2):
+        mbarrier.init(turn.index(c), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_free.index(i), count=2)
     smem = (q_tiles, k_tiles, v_tiles)
-    bars = (q_full, k_full, k_free, v_full, v_free)
+    bars = (q_full, k_full, k_free, v_full, v_free, turn)
     kv_head = head // (HEADS // H)
     gl.warp_specialize([
         (_consumer, (0, smem, bars, out, q0 + m0, new - m0, head, start, tiles, scale, HEADS, D, TILE, STAGES)),

@@ -39,5 +39,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         "_update",
         "cooperative",
         "cooperative",
+        "gated_tiles",
+        "_attention",
     ]
     assert all(int(size) > 1000 for *_, size in compiled)

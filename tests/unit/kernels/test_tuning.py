@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engram_kernels.gated_linear.kernel import Tile, Warpgroups, parse_wide
 from engram_kernels.linear import kernel
 from engram_kernels.linear.kernel import (
     TABLE_ROWS,
@@ -111,6 +112,45 @@ def test_an_entry_that_cannot_compute_its_shape_is_an_error(
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         parse_for("linear", {**GOOD, **change}, 128, *shape)
     assert str(error.value).startswith(f"the linear tuning entry for rows=128,n={shape[0]},k={shape[1]} does not fit: ")
+
+
+WIDE = load_table("nvidia_h200")["gated_linear.wide"]
+
+
+@pytest.mark.parametrize("key", sorted(WIDE))
+def test_wide_tiles_that_ship_can_compute_their_shape(key: str) -> None:
+    rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
+    assert isinstance(parse_wide(WIDE[key], rows, n, k), Tile | Warpgroups)
+
+
+TILE = {"kind": "tile", "bm": 128, "bn": 128, "bk": 64, "stages": 3, "warps": 8, "group": 8}
+
+
+@pytest.mark.parametrize(
+    ("entry", "shape", "says"),
+    [
+        (TILE, (1088, 1024), " does not fit: bn must divide the outputs, and bk k"),
+        (TILE, (1024, 1056), " does not fit: bn must divide the outputs, and bk k"),
+        ({**TILE, "kind": "gemv"}, (1024, 1024), ": kind must be tile or warpgroups, got 'gemv'"),
+        ({"bm": 128}, (1024, 1024), ": kind must be tile or warpgroups, got None"),
+        ({"kind": "warpgroups"}, (1024, 1024), ": group must be a whole number, got None"),
+        ({"kind": "warpgroups", "group": 0}, (1024, 1024), " does not fit: group must be positive, got 0"),
+        ({"kind": "warpgroups", "group": 8}, (1088, 1024), " does not fit: 128 must divide the outputs, and 64 k"),
+        ({"kind": "warpgroups", "group": 8}, (1024, 1056), " does not fit: 128 must divide the outputs, and 64 k"),
+        ({"kind": "warpgroups", "group": 8}, (1024, 128), " does not fit: 128 must divide the outputs, and 64 k"),
+    ],
+    ids=str,
+)
+def test_a_wide_entry_that_cannot_compute_its_shape_is_an_error(
+    entry: dict[str, Any], shape: tuple[int, int], says: str
+) -> None:
+    assert parse_wide(TILE, 512, 1024, 1024) == Tile(128, 128, 64, 3, 8, 8)
+    assert parse_wide({"kind": "warpgroups", "group": 8}, 512, 1024, 192) == Warpgroups(8)
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        parse_wide(entry, 512, *shape)
+    assert str(error.value).startswith(
+        f"the gated_linear.wide tuning entry for rows=512,n={shape[0]},k={shape[1]}{says[:5]}"
+    )
 
 
 def test_rows_find_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
