@@ -8,8 +8,10 @@ product of 256 columns for 512 threads. It asks for the next tile's first steps 
 outputs leave by the bulk copy engine while the next tile is multiplied. Programs take `group` tiles of rows before the
 next weights, so that both stay in the L2.
 Sources: CUTLASS's persistent cooperative kernels; the tiles of `linear/cooperative.py`.
-Measured on an H200 that draws all of its 700 W (tests/bench/tune_wide.py), 12,288 outputs of 4,096 for 8,192 rows, in
-one run beside the tiles of `wide.py`: 2,403 us (2,495).
+Measured on an H200 that draws all of its 700 W (tests/bench/tune_wide.py, us, beside the best tile of `wide.py` and
+cuBLAS with the activation in the same run): 12,288 outputs of 4,096 at 2,048 / 4,096 / 8,192 rows 607 / 1,218 / 2,455
+(638 / - / 2,526; 653 / 1,331 / 2,608), 3,072 of 1,024 at 2,048 / 8,192 rows 40 / 160 (45 / 176; 51 / 200). With fewer
+rows or few outputs the tiles are too few for a wave and the smaller ones of `wide.py` win.
 """
 
 from __future__ import annotations
