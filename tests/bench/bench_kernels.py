@@ -193,23 +193,31 @@ def small() -> list[Row]:
 
 
 def sampling() -> list[Row]:
-    """Sampling of 152k logits: greedy, with noise, with every cut."""
+    """Sampling of 152k logits: greedy, with noise, with every cut; top-p where few tokens survive and in a flat row."""
     rows = []
     for count in (1, 64, 256):
         values = [torch.randn(count, 151936, device="cuda") * 3 for _ in range(2)]
+        flat = [value * 0.4 for value in values]
         noise: dict[str, Any] = {
             "temperature": torch.ones(count, device="cuda"),
             "seeds": torch.arange(count, device="cuda"),
             "positions": torch.arange(count, device="cuda"),
         }
+        nucleus = {"top_p": torch.full((count,), 0.9, device="cuda")}
         cuts: dict[str, Any] = {
+            **nucleus,
             "top_k": torch.full((count,), 50, device="cuda"),
-            "top_p": torch.full((count,), 0.9, device="cuda"),
             "min_p": torch.full((count,), 0.01, device="cuda"),
         }
-        for name, fields in (("greedy", {}), ("temperature", noise), ("top-k, top-p, min-p", {**noise, **cuts})):
+        for name, given, fields in (
+            ("greedy", values, {}),
+            ("temperature", values, noise),
+            ("top-k, top-p, min-p", values, {**noise, **cuts}),
+            ("top-p", values, {**noise, **nucleus}),
+            ("top-p of a flat row", flat, {**noise, **nucleus}),
+        ):
             s = SamplingTensors(**fields)
-            us = time_us([lambda v=v, s=s: sample(v, s) for v in values])
+            us = time_us([lambda v=v, s=s: sample(v, s) for v in given])
             rows.append(_memory_row(f"sample {count} x 151936, {name}", us, 4 * count * 151936))
     return rows
 

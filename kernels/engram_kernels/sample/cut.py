@@ -3,10 +3,11 @@
 Scaled logits are <= 0 (the row's maximum is subtracted), so the bits of their absolute value are integers in reversed
 order: a cut is the smallest 31-bit key whose logits reach the wanted count or mass, found by bisection. A whole
 vocabulary is too much for one program to read 31 times, so a row is first thinned by all programs together: `census`
-counts each chunk's logits above fifteen bounds. When the cut lies among few logits, `compact` copies all of those;
-when it lies deep in a flat row, `refine` cuts the level that holds it into sixteen slices and `compact` copies only the
-slice with the cut, of which everything above is known already. `solve` bisects among the copies in registers. There are
-no atomics, and copies are in order of id: sums do not depend on timing. When even a slice is too full (thousands of
+counts each chunk's logits above fifteen bounds, those that its largest logit reaches, and `plan` adds them up. When the
+cut lies among few logits, `compact` copies all of those; when it lies deep in a flat row, `refine` cuts the level that
+holds it into sixteen slices and `compact` copies only the slice with the cut, of which everything above is known
+already. `solve` bisects among the copies in registers. There are no atomics, and copies are in order of id: sums do not
+depend on timing. When even a slice is too full (thousands of
 equal logits), `solve` reads the whole row instead: slower, same answer.
 """
 
@@ -16,8 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEVELS = 16  # fifteen bounds and everything
-SLICES = 16
+LEVELS = 16  # fifteen bounds and everything; and as many slices of one level
 CAP = 8192
 """Logits of a row that `solve` holds in registers."""
 EVERYTHING = tl.constexpr(2147483647)
@@ -31,6 +31,14 @@ def scaled_logits(shaped, tops, row, v, V, temperature, CHUNKS: tl.constexpr, CP
     peak = tl.max(tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf")), 0)
     value = tl.load(shaped + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     return (value - peak) / temperature
+
+
+@triton.jit
+def chunk_top(tops, row, chunk, temperature, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """The largest of a chunk's scaled logits, to the bit."""
+    c = tl.arange(0, CP)
+    each = tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
+    return (tl.load(tops + row * CHUNKS + chunk) - tl.max(each, 0)) / temperature
 
 
 @triton.jit
@@ -76,12 +84,21 @@ def census(
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
         v = chunk * CHUNK + tl.arange(0, CHUNK)
         scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+        top = chunk_top(tops, row, chunk, t, CHUNKS, CP)
         level = tl.arange(0, 16)
-        inside = (scaled[None, :] >= -_bounds(level)[:, None]) & (v < V)[None, :]
+        first = tl.sum((-_bounds(level) > top).to(tl.int32), 0)  # of the levels before it nothing is here
+        count = tl.zeros((16,), tl.int32)
+        mass = tl.zeros((16,), tl.float32)
+        weight = tl.where(v < V, tl.exp(scaled), 0.0)
+        for i in range(first, 16):
+            inside = scaled >= -_pick(_bounds(level), i, 16)
+            count = tl.where(level == i, tl.sum((inside & (v < V)).to(tl.int32), 0), count)
+            if P:
+                mass = tl.where(level == i, tl.sum(tl.where(inside, weight, 0.0), 0), mass)
         at = (row * CHUNKS + chunk) * 16 + level
-        tl.store(counts + at, tl.sum(inside.to(tl.int32), 1))
+        tl.store(counts + at, count)
         if P:
-            tl.store(masses + at, tl.sum(tl.where(inside, tl.exp(scaled)[None, :], 0.0), 1))
+            tl.store(masses + at, mass)
 
 
 @triton.jit
@@ -100,21 +117,37 @@ def _pick(values, i, N: tl.constexpr):
 
 
 @triton.jit
-def _level(counts, row, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
-    """Lowest bound whose logits fit in LIMIT places (-1: none), and how many they are."""
-    total = _totals(counts, row, 16, CHUNKS, CP)
-    chosen = tl.sum(((total <= LIMIT) & (tl.arange(0, 16) < 15)).to(tl.int32), 0) - 1
-    return chosen, _pick(total, chosen, 16)
-
-
-@triton.jit
-def _deep(masses, row, chosen, k, p, CHUNKS: tl.constexpr, CP: tl.constexpr):
-    """The level whose logits reach top-p's mass when those of level `chosen` do not; -1: they do, or top-k decides."""
-    total = _totals(masses, row, 16, CHUNKS, CP)
-    target = _pick(total, 15, 16) * p
-    first = tl.minimum(tl.sum((total < target).to(tl.int32), 0), 15)
-    above = _pick(total, first - 1, 16)
-    return tl.where((p < 1.0) & (k == 0) & (first > chosen), first, -1), target, above
+def plan(
+    temperature, top_k, top_p, counts, masses, ints, floats, V,
+    K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): where its cut lies, so that no chunk has to add up the census again. ints [R, 4]: the first level
+    that reaches the cut (or the widest one that fits), how many logits it has, the level of a deep cut or -1 (and its
+    slice, by `plan_slice`); floats [R, 2]: the mass that top-p wants, the mass above the copies."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    k, p = _asked(top_k, top_p, row, V, K, P)
+    if (tl.load(temperature + row) > 0.0) & ((k > 0) | (p < 1.0)):
+        i = tl.arange(0, 16)
+        count = _totals(counts, row, 16, CHUNKS, CP)
+        widest = tl.sum(((count <= LIMIT) & (i < 15)).to(tl.int32), 0) - 1  # that fits; -1: none
+        level = tl.where(k > 0, tl.sum((count < k).to(tl.int32), 0), 15)
+        if P:
+            mass = _totals(masses, row, 16, CHUNKS, CP)
+            target = _pick(mass, 15, 16) * p
+            first = tl.minimum(tl.sum((mass < target).to(tl.int32), 0), 15)
+            deep = (p < 1.0) & (k == 0) & (first > widest)
+            tl.store(ints + row * 4 + 2, tl.where(deep, first, -1))
+            tl.store(floats + row * 2, target)
+            tl.store(floats + row * 2 + 1, tl.where(deep, _pick(mass, first - 1, 16), 0.0))
+            # A little more than the target, for `solve` adds up in another order.
+            level = tl.where(k == 0, tl.sum((mass < target * 1.0001).to(tl.int32), 0), level)
+        level = tl.minimum(level, widest)
+        tl.store(ints + row * 4, level)
+        tl.store(ints + row * 4 + 1, _pick(count, level, 16))
 
 
 @triton.jit
@@ -127,10 +160,15 @@ def _slices(level, i):
 
 
 @triton.jit
+def _begun(scaled, level, i):
+    """Which logits lie beyond the slices before slice i of a level."""
+    return ((level == 0) & (i == 0)) | (scaled < -_slices(level, i - 1))
+
+
+@triton.jit
 def refine(
-    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, V,
-    K: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    shaped, tops, temperature, top_k, top_p, ints, slice_counts, slice_masses, V,
+    K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk) of a row whose top-p cut is deep: logits of the cut's level above each slice's outer bound,
     [R, chunks, 16]."""
@@ -142,31 +180,52 @@ def refine(
     t = tl.load(temperature + row)
     k, p = _asked(top_k, top_p, row, V, K, True)
     if (t > 0.0) & (k == 0) & (p < 1.0):
-        chosen, _ = _level(counts, row, LIMIT, CHUNKS, CP)
-        deep, _, _ = _deep(masses, row, chosen, k, p, CHUNKS, CP)
+        deep = tl.load(ints + row * 4 + 2)
         if deep >= 0:
             v = chunk * CHUNK + tl.arange(0, CHUNK)
             scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+            top = chunk_top(tops, row, chunk, t, CHUNKS, CP)
             i = tl.arange(0, 16)
-            begun = (deep == 0) | (scaled < -_slices(deep, tl.full((), -1, tl.int32)))
-            inside = (scaled[None, :] >= -_slices(deep, i)[:, None]) & (begun & (v < V))[None, :]
+            edges = -_slices(deep, i)
+            begun = _begun(scaled, deep, tl.zeros((), tl.int32)) & (v < V)
+            weight = tl.where(begun, tl.exp(scaled), 0.0)
+            count = tl.zeros((16,), tl.int32)
+            mass = tl.zeros((16,), tl.float32)
+            for n in range(tl.sum((edges > top).to(tl.int32), 0), 16):
+                inside = scaled >= _pick(edges, n, 16)
+                count = tl.where(i == n, tl.sum((inside & begun).to(tl.int32), 0), count)
+                mass = tl.where(i == n, tl.sum(tl.where(inside, weight, 0.0), 0), mass)
             at = (row * CHUNKS + chunk) * 16 + i
-            tl.store(slice_counts + at, tl.sum(inside.to(tl.int32), 1))
-            tl.store(slice_masses + at, tl.sum(tl.where(inside, tl.exp(scaled)[None, :], 0.0), 1))
+            tl.store(slice_counts + at, count)
+            tl.store(slice_masses + at, mass)
 
 
 @triton.jit
-def _slice(slice_counts, slice_masses, row, wanted, CHUNKS: tl.constexpr, CP: tl.constexpr):
-    """The slice that reaches the mass still wanted, the mass of the slices before it, and its count."""
-    mass = _totals(slice_masses, row, 16, CHUNKS, CP)
-    count = _totals(slice_counts, row, 16, CHUNKS, CP)
-    i = tl.minimum(tl.sum((mass < wanted).to(tl.int32), 0), 15)
-    return i, _pick(mass, i - 1, 16), _pick(count, i, 16) - _pick(count, i - 1, 16)
+def plan_slice(
+    temperature, top_k, top_p, slice_counts, slice_masses, ints, floats, V,
+    K: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row) of a row with a deep cut: the slice that reaches the mass still wanted takes the level's place."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    k, p = _asked(top_k, top_p, row, V, K, True)
+    if (tl.load(temperature + row) > 0.0) & (k == 0) & (p < 1.0):  # noqa: SIM102 - other rows have no ints
+        if tl.load(ints + row * 4 + 2) >= 0:
+            target = tl.load(floats + row * 2)
+            above = tl.load(floats + row * 2 + 1)
+            mass = _totals(slice_masses, row, 16, CHUNKS, CP)
+            count = _totals(slice_counts, row, 16, CHUNKS, CP)
+            i = tl.minimum(tl.sum((mass < target - above).to(tl.int32), 0), 15)
+            tl.store(ints + row * 4 + 1, _pick(count, i, 16) - _pick(count, i - 1, 16))
+            tl.store(ints + row * 4 + 3, i)
+            tl.store(floats + row * 2 + 1, above + _pick(mass, i - 1, 16))
 
 
 @triton.jit
 def compact(
-    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, kept, V,
+    shaped, tops, temperature, top_k, top_p, counts, slice_counts, ints, kept, V,
     K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -180,24 +239,31 @@ def compact(
     t = tl.load(temperature + row)
     k, p = _asked(top_k, top_p, row, V, K, P)
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
-        level, held = _level(counts, row, LIMIT, CHUNKS, CP)
-        c = tl.arange(0, CP)
-        v = chunk * CHUNK + tl.arange(0, CHUNK)
-        scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
-        before = tl.sum(tl.load(counts + (row * CHUNKS + c) * 16 + level, mask=(c < chunk) & (level >= 0), other=0), 0)
-        inside = (scaled >= -_bounds(level)) & (v < V) & (level >= 0)
+        level = tl.load(ints + row * 4)
+        held = tl.load(ints + row * 4 + 1)
+        deep = -1
+        i = 0
+        bound = -_bounds(level)
         if P:
-            deep, target, above = _deep(masses, row, level, k, p, CHUNKS, CP)
+            deep = tl.load(ints + row * 4 + 2)
             if deep >= 0:
-                i, _, held = _slice(slice_counts, slice_masses, row, target - above, CHUNKS, CP)
+                i = tl.load(ints + row * 4 + 3)
+                bound = -_slices(deep, i)
+        top = chunk_top(tops, row, chunk, t, CHUNKS, CP)
+        if (held > 0) & (held <= LIMIT) & (top >= bound):
+            c = tl.arange(0, CP)
+            v = chunk * CHUNK + tl.arange(0, CHUNK)
+            scaled = scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
+            inside = (scaled >= bound) & (v < V)
+            if deep >= 0:
+                inside = inside & _begun(scaled, deep, i)
                 at = slice_counts + (row * CHUNKS + c) * 16 + i
                 before = tl.sum(tl.load(at, mask=c < chunk, other=0), 0)
                 before -= tl.sum(tl.load(at - 1, mask=(c < chunk) & (i > 0), other=0), 0)
-                inner = -_slices(deep, i - 1)
-                begun = ((deep == 0) & (i == 0)) | (scaled < inner)
-                inside = (scaled >= -_slices(deep, i)) & begun & (v < V) & (held <= LIMIT)
-        place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(kept + row * LIMIT + place, scaled, mask=inside)
+            else:
+                before = tl.sum(tl.load(counts + (row * CHUNKS + c) * 16 + level, mask=c < chunk, other=0), 0)
+            place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(kept + row * LIMIT + place, scaled, mask=inside)
 
 
 @triton.jit
@@ -218,7 +284,7 @@ def _reach(shaped, tops, row, V, t, key, within, MASS: tl.constexpr, LIMIT: tl.c
 
 @triton.jit
 def solve(
-    shaped, tops, temperature, top_k, top_p, counts, masses, slice_counts, slice_masses, kept, cut, V,
+    shaped, tops, temperature, top_k, top_p, ints, floats, kept, cut, V,
     K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -231,15 +297,14 @@ def solve(
     k, p = _asked(top_k, top_p, row, V, K, P)
     answer = 2147483647
     if (t > 0.0) & ((k > 0) | (p < 1.0)):
-        level, held = _level(counts, row, LIMIT, CHUNKS, CP)
+        held = tl.load(ints + row * 4 + 1)
         base = 0.0  # mass of what lies above the copies
         target = 0.0
         deep = -1
         if P:
-            deep, target, above = _deep(masses, row, level, k, p, CHUNKS, CP)
-            if deep >= 0:
-                _, base, held = _slice(slice_counts, slice_masses, row, target - above, CHUNKS, CP)
-                base += above
+            deep = tl.load(ints + row * 4 + 2)
+            target = tl.load(floats + row * 2)
+            base = tl.load(floats + row * 2 + 1)
         enough = held >= k  # level -1 holds nothing
         fits = held <= LIMIT
         i = tl.arange(0, LIMIT)

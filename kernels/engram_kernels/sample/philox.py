@@ -1,9 +1,10 @@
 """Counter-based random numbers (Philox-4x32-10; Salmon et al., SC 2011).
 
 A number depends on a seed, the position of the token being sampled and a vocabulary id, and on nothing else: not on
-the batch a row shares, the chunking of its prompt, or a preemption. The stream is that of Triton's
-`tl.rand(seed, (position << 32) | id)`, so kernels draw the same numbers. torch has no unsigned 32-bit arithmetic, so
-words are held in int64.
+the batch a row shares, the chunking of its prompt, or a preemption. A counter gives four words, and ten rounds are what
+noise costs, so four ids share one: runs of RUN ids take the words in turn. The stream is that of Triton's
+`tl.rand4x(seed, (position << 32) | counter)`, so kernels draw the same numbers. torch has no unsigned 32-bit
+arithmetic, so words are held in int64.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _TO_UNIT = 4.6566127342e-10  # the largest fp32 that maps every 31-bit integer below 1
+
+RUN = 16
+"""Ids in a row that take the same word of their counters: short, so that a chunk of ids is whole runs of all four, and
+64 bytes of logits, so that reading one word's is not slower."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -38,8 +43,23 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """fp32 in [0, 1) for int64 seeds, positions and vocabulary ids that broadcast together."""
+    words = _words(seeds, positions, ids // (4 * RUN) * RUN + ids % RUN)
+    return _to_unit(torch.stack(words).gather(0, (ids // RUN % 4).expand(words[0].shape)[None])[0])
+
+
+def uniform_row(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """[..., vocab]: `uniform` of every id for seeds and positions [..., 1], each counter computed once."""
+    runs = -(-vocab // (4 * RUN))
+    words = _words(seeds, positions, torch.arange(runs * RUN, device=seeds.device))
+    return _to_unit(torch.stack([word.unflatten(-1, (runs, RUN)) for word in words], -2).flatten(-3)[..., :vocab])
+
+
+def _words(seeds: Tensor, positions: Tensor, counters: Tensor) -> Words:
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
-    zero = ids.new_zeros(())
-    word = philox4x32((ids & _MASK, positions & _MASK, zero, zero), key)[0]
+    zero = counters.new_zeros(())
+    return philox4x32((counters & _MASK, positions & _MASK, zero, zero), key)
+
+
+def _to_unit(word: Tensor) -> Tensor:
     # Triton reads the word as signed and takes -x - 1 of a negative x, which is the complement of the word.
     return torch.where(word < 1 << 31, word, _MASK - word).float().mul_(_TO_UNIT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram_kernels.metadata import SampleOutput, SamplingTensors
-from engram_kernels.sample.philox import uniform
+from engram_kernels.sample.philox import uniform, uniform_row
 
 _PREFIX = 1024
 """Top-p looks at this many of the largest logits before it sorts the whole vocabulary."""
@@ -75,22 +75,22 @@ def _draw(
     scaled = (shaped - shaped.amax(-1, keepdim=True)) / temperature[:, None]
     floor = _floor(scaled, rows, s)
     if floor is None:
-        ids = torch.arange(scaled.shape[-1], device=scaled.device)
-        rows_at_once = max(1, _WORDS_AT_ONCE // ids.shape[0]) if scaled.device.type == "cpu" else scaled.shape[0]
+        vocab = scaled.shape[-1]
+        rows_at_once = max(1, _WORDS_AT_ONCE // vocab) if scaled.device.type == "cpu" else scaled.shape[0]
         columns = (scaled, seeds[:, None], positions[:, None])
         for part, seed, position in zip(*(column.split(rows_at_once) for column in columns), strict=True):
-            part += _gumbel(seed, position, ids)
+            part += _gumbel(uniform_row(seed, position, vocab))
         return scaled.argmax(-1)
     # Few tokens usually survive a cut, and noise is addressed by token id: draw it only for those.
     row, ids = torch.nonzero(scaled >= floor[:, None], as_tuple=True)
     noisy = torch.full_like(scaled, -torch.inf)
-    noisy[row, ids] = scaled[row, ids] + _gumbel(seeds[row], positions[row], ids)
+    noisy[row, ids] = scaled[row, ids] + _gumbel(uniform(seeds[row], positions[row], ids))
     return noisy.argmax(-1)
 
 
-def _gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    # uniform() can be exactly 0, which gives -inf (never chosen), and is never 1, which would give +inf.
-    return uniform(seeds, positions, ids).log_().neg_().log_().neg_()
+def _gumbel(uniform: Tensor) -> Tensor:
+    # A uniform can be exactly 0, which gives -inf (never chosen), and is never 1, which would give +inf.
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _floor(scaled: Tensor, rows: Tensor, s: SamplingTensors) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram_kernels.sample.philox import philox4x32, uniform
+from engram_kernels.sample.philox import philox4x32, uniform, uniform_row
 
 WORD = 1 << 32
 
@@ -69,10 +69,18 @@ def test_inputs_are_not_modified():
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**31), token=st.integers(0, 2**20))
 def test_a_draw_is_addressed_by_seed_position_and_token(seed, position, token):
-    word = philox_by_hand((token, position, 0, 0), (seed % WORD, (seed >> 32) % WORD))[0]
+    # Ids 0 to 15 take the first words of counters 0 to 15, ids 16 to 31 their second words; 64 the next counters.
+    counter, word = divmod(token, 64)[0] * 16 + token % 16, token % 64 // 16
+    word = philox_by_hand((counter, position, 0, 0), (seed % WORD, (seed >> 32) % WORD))[word]
     got = uniform(torch.tensor(seed), torch.tensor(position), torch.tensor([token]))
     assert got.dtype == torch.float32
     assert got.tolist() == [triton_uniform(word)]
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 63, 64, 65, 1000])
+def test_a_whole_row_is_the_draw_of_every_id(vocab):
+    seeds, positions = torch.tensor([[3], [-4], [2**40 + 1]]), torch.tensor([[0], [7], [2**20]])
+    assert torch.equal(uniform_row(seeds, positions, vocab), uniform(seeds, positions, torch.arange(vocab)))
 
 
 def test_every_word_maps_below_one():
