@@ -1,4 +1,5 @@
-"""Compiles kernels for a card that is not here: `python -m tests.support.compile_kernels` prints a line for each.
+"""Compiles kernels for a card that is not here: `python -m tests.support.compile_kernels FOLDER` prints a line for each
+and leaves the machine code of the last one of each name in FOLDER.
 
 The interpreter lets pass what the compiler refuses, such as a name with two types in two branches. Not for a process
 that interprets kernels.
@@ -6,7 +7,9 @@ that interprets kernels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -121,12 +124,14 @@ OPTIONS: Mapping[str, Mapping[str, int]] = {"_attention": {"maxnreg": 168}}
 
 
 def main() -> None:
+    folder = Path(sys.argv[1])
     for function, types, constants in KERNELS:
         names = function.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         kind = GluonASTSource if function.is_gluon() else ASTSource
         source = kind(function, signature, {(names.index(name),): value for name, value in constants.items()})
         compiled = triton.compile(source, target=HOPPER, options=dict(OPTIONS.get(function.__name__, {})))
+        (folder / f"{function.__name__}.cubin").write_bytes(compiled.asm["cubin"])
         print(function.__module__, function.__name__, len(compiled.asm["cubin"]))
 
 
