@@ -24,7 +24,8 @@ from engram_kernels.silu_and_mul.kernel import silu_and_mul
 from tests.bench.gpu_timing import MATMUL_TFLOPS, save, time_us
 
 SHAPES = {"8B": (12288, 4096), "llama": (14336, 4096), "0.6B": (3072, 1024), "granite shared": (1024, 1536)}
-ROWS = (512, 1024, 2048, 4096, 8192)
+ROWS = (512, 1024, 1100, 2048, 2300, 4096, 8192)
+"""Powers of two are what a table lists; the others only show what `wide_plan` makes of them."""
 WINDOW_MS = 120.0
 """Of one candidate, before it is timed and while it is."""
 COPIES = 4
@@ -38,13 +39,15 @@ def candidates(n: int, k: int, current: Wide | None, kinds: Sequence[str]) -> li
     tiles += [Tile(64, 128, 64, 4, 4, 8), Tile(64, 64, 128, 4, 4, 8)]
     found: list[Wide] = [] if current is None else [current]
     found += tiles if "tile" in kinds else []
-    found += [Warpgroups(group) for group in (4, 6, 8, 11, 16)] if "warpgroups" in kinds else []
+    if "warpgroups" in kinds and torch.cuda.get_device_capability()[0] == 9:
+        found += [Warpgroups(group) for group in (4, 6, 8, 11, 16)]
     return [choice for choice in dict.fromkeys(found) if choice.misfit(n, k) is None]
 
 
 def tune(rows: int, n: int, k: int, weights: list[torch.Tensor], kinds: Sequence[str]) -> dict[str, object] | None:
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     y = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
     some = torch.arange(0, rows, max(1, rows // 300), device="cuda")
     gate, up = (x[some].float() @ weights[0].float().t()).chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
@@ -56,7 +59,7 @@ def tune(rows: int, n: int, k: int, weights: list[torch.Tensor], kinds: Sequence
         return lambda i: run_wide(choice, x, weights[i % COPIES], y)
 
     calls: dict[Wide | None, Callable[[int], object]] = {None: two_kernels}
-    for choice in candidates(n, k, wide_plan(rows, n, k), kinds):
+    for choice in candidates(n, k, wide_plan(rows, n, k, programs), kinds):
         try:
             y.fill_(float("nan"))
             call_of(choice)(0)
@@ -95,7 +98,7 @@ def main() -> None:
         weights = [torch.randn(2 * n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(COPIES)]
         for rows in map(int, args.rows.split(",")):
             entry = tune(rows, n, k, weights, args.kinds.split(","))
-            if entry is not None:
+            if entry is not None and rows & (rows - 1) == 0:
                 found[f"rows={rows},n={n},k={k}"] = entry
             save("tune_wide.json", {"gated_linear.wide": found})
 

@@ -210,9 +210,9 @@ WIDE_TUNED = sorted(load_table("nvidia_h200").get("gated_linear.wide", {}))
 @pytest.mark.parametrize("key", WIDE_TUNED)
 def test_every_shipped_wide_tile(key: str) -> None:
     rows, n, k = (int(part.partition("=")[2]) for part in key.split(","))
-    choice = wide_plan(rows, n, k)
-    assert choice is not None
     for count in {rows, rows // 2 + 1, rows - 1}:
+        choice = wide_plan(count, n, k, 132)
+        assert choice is not None
         x, weight = _random(count, k), _random(2 * n, k, scale=0.05)
         y = torch.full((count, n), float("nan"), device="cuda", dtype=BF16)
         run_wide(choice, x, weight, y)
@@ -248,7 +248,7 @@ def test_three_warpgroups_take_several_tiles_each_and_repeat_bit_by_bit(dtype: t
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
     rows, n = 10_000, 2816
-    for k in (192, 320):
+    for k in (192, 256, 320):
         x = _random(rows, k).to(dtype)
         weight = _random(2 * n, k, scale=0.05).to(dtype)
         outs = []

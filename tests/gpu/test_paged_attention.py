@@ -159,15 +159,17 @@ def test_hopper_prefill_at_awkward_starts(stages: int) -> None:
     assert relative_error(out, attention_fp64(q, kv, meta, 0.088)) < 6e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.01, 8.0, 30.0])
-def test_hopper_prefill_where_older_scores_are_larger(spread: float) -> None:
-    """Tiles go from the newest keys to the oldest: sums are made smaller never, now and then, or with every tile."""
+def test_hopper_prefill_where_older_scores_are_larger(spread: float, dtype: torch.dtype) -> None:
+    """Tiles go from the newest keys to the oldest: past a row's first tile its sums are made smaller never, or now and
+    then (up to 9 % of rows and tiles). Weights may be 2^8, and no larger where fp16 holds them."""
     if capability(torch.empty(0, device="cuda"))[0] != 9:
         pytest.skip("needs compute capability 9.0")
     meta, pool = make_step([(700, 1900), (300, 300)], device="cuda")
-    kv = filled_cache(meta, pool, 2, 128, torch.bfloat16, poison=1000.0)
-    q = torch.randn(meta.num_tokens, 8, 128, device="cuda", dtype=torch.bfloat16) * spread
+    kv = filled_cache(meta, pool, 2, 128, dtype, poison=1000.0)
+    q = torch.randn(meta.num_tokens, 8, 128, device="cuda", dtype=dtype) * spread
     q[::3] *= -0.1  # so that of a warp's rows some need what the others do not
     out = torch.full_like(q, float("nan"))
     hopper.prefill_hopper(q, kv, out, meta, 0.088)
-    assert relative_error(out, attention_fp64(q, kv, meta, 0.088)) < 6e-3
+    assert relative_error(out, attention_fp64(q, kv, meta, 0.088)) < (6e-3 if dtype == torch.bfloat16 else 1.5e-3)

@@ -66,6 +66,8 @@ def plan(rows: int, outputs: int, k: int, hopper: bool) -> Gemv | Stream | Coope
 
 WIDEST = 8192
 """More rows than this are tiled as this many are."""
+MOST_GROUPED = 1024
+"""Tiles of rows before the next column: more are never worth it, and products of it stay in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,17 @@ class Tile:
 
     def misfit(self, outputs: int, k: int) -> str | None:
         """What keeps it from a layer, or None."""
+        for name in ("bm", "bn", "bk", "warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                return f"{name} = {value} must be a power of two"
+        if not 1 <= self.group <= MOST_GROUPED or self.stages < 1:
+            return f"stages must be positive, and group from 1 to {MOST_GROUPED}"
         return None if outputs % self.bn == 0 and k % self.bk == 0 else "bn must divide the outputs, and bk k"
+
+    def area(self, rows: int, outputs: int, programs: int) -> int:
+        """Of the tiles that a program computes at most, one after the other."""
+        return -(-(-(-rows // self.bm) * (outputs // self.bn)) // programs) * self.bm * self.bn
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,34 +107,52 @@ class Warpgroups:
         """What keeps it from a layer, or None."""
         if outputs % warpgroups.OUTPUTS or k % warpgroups.BK or k < warpgroups.BK * warpgroups.STAGES.value:
             return f"{warpgroups.OUTPUTS} must divide the outputs, and {warpgroups.BK} k, three times or more"
-        return None if self.group > 0 else f"group must be positive, got {self.group}"
+        return None if 1 <= self.group <= MOST_GROUPED else f"group = {self.group} must be from 1 to {MOST_GROUPED}"
+
+    def area(self, rows: int, outputs: int, programs: int) -> int:
+        """Of the tiles that a program computes at most, one after the other."""
+        tiles = -(-rows // warpgroups.ROWS) * (outputs // warpgroups.OUTPUTS)
+        return -(-tiles // programs) * warpgroups.ROWS * warpgroups.OUTPUTS
 
 
 Wide = Tile | Warpgroups
+SMALLER = Tile(128, 128, 64, 3, 8, 16)
+"""For rows that would leave most of the last wave of larger tiles empty."""
+GAIN = 1.05
+"""Of `Warpgroups` for the same area, at most."""
 WIDE_KINDS: dict[str, type[Wide]] = {"tile": Tile, "warpgroups": Warpgroups}
 
 
 def parse_wide(entry: Mapping[str, Any], rows: int, outputs: int, k: int) -> Wide:
     """The tile that an entry names. ValueError for one that cannot compute [rows, k] x [2 * outputs, k]^T gated."""
     what = f"the gated_linear.wide tuning entry for rows={rows},n={outputs},k={k}"
-    kind = WIDE_KINDS.get(entry.get("kind", ""))
-    if kind is None:
-        raise ValueError(f"{what}: kind must be {' or '.join(WIDE_KINDS)}, got {entry.get('kind')!r}")
-    choice = parameters(kind, entry, what)
+    kind = entry.get("kind")
+    if not isinstance(kind, str) or kind not in WIDE_KINDS:
+        raise ValueError(f"{what}: kind must be {' or '.join(WIDE_KINDS)}, got {kind!r}")
+    choice = parameters(WIDE_KINDS[kind], entry, what)
     if wrong := choice.misfit(outputs, k):
         raise ValueError(f"{what} does not fit: {wrong}")
     return choice
 
 
 @functools.cache
-def wide_plan(rows: int, outputs: int, k: int) -> Wide | None:
-    """The tile for rows that `plan` has nothing for; None: the product, then the activation."""
+def wide_plan(rows: int, outputs: int, k: int, programs: int) -> Wide | None:
+    """The tile for rows that `plan` has nothing for; None: the product, then the activation. A table lists powers of
+    two; between them the last wave of large tiles may be almost empty, and smaller ones are done sooner."""
     bucket = min(1 << (rows - 1).bit_length(), WIDEST)
     entry = tuned_or_none("gated_linear.wide", f"rows={bucket},n={outputs},k={k}")
-    return None if entry is None else parse_wide(entry, bucket, outputs, k)
+    if entry is None:
+        return None
+    choice = parse_wide(entry, bucket, outputs, k)
+    large = isinstance(choice, Warpgroups) and SMALLER.misfit(outputs, k) is None
+    if large and choice.area(rows, outputs, programs) > GAIN * SMALLER.area(rows, outputs, programs):
+        return SMALLER
+    return choice
 
 
 def _run_warpgroups(choice: Warpgroups, x: Tensor, weight: Tensor, y: Tensor) -> None:
+    if capability(x)[0] != 9:
+        raise ValueError("a gated_linear.wide tuning entry of kind warpgroups needs compute capability 9.0")
     rows, k = x.shape
     outputs = y.shape[1]
     box = [16, 2, 8, warpgroups.BK]  # eight gate rows, eight up rows, and so on
@@ -160,7 +190,7 @@ def without_plan(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     rows = x.numel() // x.shape[-1]
     outputs, k = weight.shape[0] // 2, weight.shape[1]
     if rows > MAX_ROWS and x.dtype != torch.float32 and weight.is_contiguous() and bias is None:
-        wide = wide_plan(rows, outputs, k)
+        wide = wide_plan(rows, outputs, k, multiprocessors(x))
         flat = x.reshape(rows, -1)
         if wide is not None and supports(flat, weight):
             y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)

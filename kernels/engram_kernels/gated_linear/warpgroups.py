@@ -2,7 +2,7 @@
 
 A tile of weights holds eight gate rows and eight up rows in turn (a box of four dimensions), 256 in all, on the N side
 of wgmma; each warpgroup multiplies 64 rows by all of them, so that a thread holds both halves of its outputs. Tiles of
-192 x 256 ask the L2 for a sixth less than 128 x 256 and leave room for three steps of K and the outputs. As in
+192 x 256 ask the L2 for two ninths less than 128 x 256 and leave room for three steps of K and the outputs. As in
 `linear/cooperative.py` the first warpgroup also asks the bulk copy engine for everybody's tiles: ptxas 12.8 compiles no
 product of 256 columns for 512 threads. It asks for the next tile's first steps before this tile's activation, and
 outputs leave by the bulk copy engine while the next tile is multiplied. Programs take `group` tiles of rows before the
@@ -10,8 +10,8 @@ next weights, so that both stay in the L2.
 Sources: CUTLASS's persistent cooperative kernels; the tiles of `linear/cooperative.py`.
 Measured on an H200 that draws all of its 700 W (tests/bench/tune_wide.py, us, beside the best tile of `wide.py` and
 cuBLAS with the activation in the same run): 12,288 outputs of 4,096 at 2,048 / 4,096 / 8,192 rows 607 / 1,218 / 2,455
-(638 / - / 2,526; 653 / 1,331 / 2,608), 3,072 of 1,024 at 2,048 / 8,192 rows 40 / 160 (45 / 176; 51 / 200). With fewer
-rows or few outputs the tiles are too few for a wave and the smaller ones of `wide.py` win.
+(638 / - / 2,526; 653 / 1,331 / 2,608), 3,072 of 1,024 at 2,048 / 8,192 rows 40 / 160 (45 / 176; 51 / 200). Where tiles
+are few, the last wave's decide: smaller ones win as soon as they are done in less (`wide_plan`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _ask(x, w, smem, full, stage, m, n, k, pred):
 
 @gluon.jit
 def _activate(gate, up):
-    """silu(gate) * up; 1 + e^-gate is at least one, so its reciprocal needs no care (inf becomes 0)."""
+    """silu(gate) * up; 1 + e^-gate is at least one, so its reciprocal is exact enough, and 0 below a gate of -87, where
+    silu is 1e-36."""
     grown = 1.0 + gl.exp2(gate * -1.4426950408889634)
     return gate * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], gl.float32, True, 1) * up
 

@@ -4,9 +4,9 @@ Plain Triton 3.6 cannot specialise warps on Hopper, so its softmax and its matri
 warpgroup's softmax runs under the other's products (they take turns at issuing them), and the score product of tile i
 is issued together with the value product of tile i - 1, which the softmax does not wait for: what it does wait for, the
 next keys, comes between them, because ptxas moves a wait for products up to the last branch before it.
-A row's sum is kept against the largest score of an older tile until a newer one is 2^8 times larger, so that almost no
-tile makes the outputs so far smaller; a warp none of whose rows need it skips that. Pages of 16 tokens go straight from
-the cache into slices of one shared tile: no gather.
+A row's sums are kept against the largest score of a tile that came before, until a score exceeds it by 8 (in log2), so
+that almost no tile makes the outputs so far smaller; a warp none of whose rows need it skips that. Pages of 16 tokens
+go straight from the cache into slices of one shared tile: no gather.
 Measured on an H200 that draws all of its 700 W, in one run beside the kernel without turns, skipping and that wait
 (TFLOP/s of causal work): 561 (538) at 8,192 tokens, 593 (568) and 606 (572) for the last 8,192 of 16,384 and 32,768.
 Sources: FlashAttention-3 (Shah et al. 2024), the rare rescaling of FlashAttention-4, our prototype.
@@ -36,7 +36,8 @@ BN = 128  # keys of a tile
 FAR = gl.constexpr(-float(2**100))
 NOWHERE = tl.constexpr(1 << 20)  # past any chunk's end
 RARE = gl.constexpr(8.0)
-"""Powers of two by which a score may pass its row's reference: sums of 2^8 times 2^20 keys are far from fp32's end."""
+"""Powers of two by which a score may pass its row's reference: weights of 2^8 are far from the end of fp16 (2^16), sums
+of 2^20 of them from fp32's."""
 
 
 def _rescale(values: int) -> tuple[str, str]:
@@ -172,6 +173,8 @@ def _attention(
     HEADS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """One program: one head, 128 query rows. BAND heads at a time (their keys share the L2), long rows first."""
+    gl.static_assert(STAGES >= 2)  # the next keys are asked for before these values are read
+    gl.static_assert((D == 128) & (TILE == 128))
     pid = gl.program_id(0)
     head = pid // (count * BAND) * BAND + pid % BAND
     block = count - 1 - pid // BAND % count
@@ -218,7 +221,8 @@ def supports(q: Tensor, kv: Tensor) -> bool:
 
 
 def prefill_hopper(q: Tensor, kv: Tensor, out: Tensor, meta: StepMetadata, scale: float, stages: int = 2) -> None:
-    """Attention of the step's chunks, written into out [T, heads, 128]; q [T, heads, 128] is the whole step's."""
+    """Attention of the step's chunks, written into out [T, heads, 128]; q [T, heads, 128] is the whole step's. stages:
+    tiles in flight, 2 or 3."""
     heads, dim = q.shape[1:]
     kv_heads = kv.shape[2]
     query_start, block_tables = meta.query_start, meta.block_tables

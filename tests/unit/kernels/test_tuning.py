@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engram_kernels.gated_linear import kernel as gated_kernel
 from engram_kernels.gated_linear.kernel import Tile, Warpgroups, parse_wide
 from engram_kernels.linear import kernel
 from engram_kernels.linear.kernel import (
@@ -134,7 +135,14 @@ TILE = {"kind": "tile", "bm": 128, "bn": 128, "bk": 64, "stages": 3, "warps": 8,
         ({**TILE, "kind": "gemv"}, (1024, 1024), ": kind must be tile or warpgroups, got 'gemv'"),
         ({"bm": 128}, (1024, 1024), ": kind must be tile or warpgroups, got None"),
         ({"kind": "warpgroups"}, (1024, 1024), ": group must be a whole number, got None"),
-        ({"kind": "warpgroups", "group": 0}, (1024, 1024), " does not fit: group must be positive, got 0"),
+        ({"kind": []}, (1024, 1024), ": kind must be tile or warpgroups, got []"),
+        ({**TILE, "bn": 0}, (1024, 1024), " does not fit: bn = 0 must be a power of two"),
+        ({**TILE, "bm": 100}, (1024, 1024), " does not fit: bm = 100 must be a power of two"),
+        ({**TILE, "warps": 3}, (1024, 1024), " does not fit: warps = 3 must be a power of two"),
+        ({**TILE, "group": 0}, (1024, 1024), " does not fit: stages must be positive, and group from 1 to 1024"),
+        ({**TILE, "stages": 0}, (1024, 1024), " does not fit: stages must be positive, and group from 1 to 1024"),
+        ({"kind": "warpgroups", "group": 0}, (1024, 1024), " does not fit: group = 0 must be from 1 to 1024"),
+        ({"kind": "warpgroups", "group": 1 << 31}, (1024, 1024), " does not fit: group = 2147483648 must be"),
         ({"kind": "warpgroups", "group": 8}, (1088, 1024), " does not fit: 128 must divide the outputs, and 64 k"),
         ({"kind": "warpgroups", "group": 8}, (1024, 1056), " does not fit: 128 must divide the outputs, and 64 k"),
         ({"kind": "warpgroups", "group": 8}, (1024, 128), " does not fit: 128 must divide the outputs, and 64 k"),
@@ -151,6 +159,30 @@ def test_a_wide_entry_that_cannot_compute_its_shape_is_an_error(
     assert str(error.value).startswith(
         f"the gated_linear.wide tuning entry for rows=512,n={shape[0]},k={shape[1]}{says[:5]}"
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "large"),
+    [
+        (2048, True),
+        (1025, False),
+        (1100, False),
+        (1408, False),
+        (1409, True),
+        (2300, False),
+        (4096, True),
+        (8192, True),
+    ],
+)
+def test_large_tiles_are_not_for_rows_that_leave_their_last_wave_empty(
+    rows: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3,072 outputs of 1,024 on 132 multiprocessors: at 1,100 rows 144 tiles of 192 x 128, two waves, where 216 of
+    128 x 128 are two as well."""
+    entry = {"kind": "warpgroups", "group": 8}
+    monkeypatch.setattr(gated_kernel, "tuned_or_none", lambda op, key: entry)
+    choice = gated_kernel.wide_plan.__wrapped__(rows, 3072, 1024, 132)
+    assert choice == (Warpgroups(8) if large else gated_kernel.SMALLER)
 
 
 def test_rows_find_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
