@@ -60,6 +60,19 @@ def test_flat_rows_are_cut_where_the_reference_cuts_them(spread: float) -> None:
     assert int((~same).sum()) <= 1  # a sum in another order may move a cut by one token
 
 
+@pytest.mark.parametrize("top_p", [0.9999999, 0.999999])
+def test_a_top_p_close_to_one_keeps_nearly_everything(top_p: float) -> None:
+    rows = 32
+    logits = torch.randn(rows, VOCAB, device="cuda") * 3
+    s = SamplingTensors(
+        temperature=torch.ones(rows, device="cuda"),
+        seeds=torch.arange(rows, device="cuda"),
+        positions=torch.arange(rows, device="cuda"),
+        top_p=torch.full((rows,), top_p, device="cuda"),
+    )
+    assert sample(logits, s).token_ids.tolist() == reference(logits, s).token_ids.tolist()
+
+
 def test_draws_follow_the_distribution() -> None:
     rows = 20000
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -20.0], device="cuda").expand(rows, -1).contiguous()

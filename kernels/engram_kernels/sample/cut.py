@@ -1,4 +1,4 @@
-"""Finds where top-k and top-p cut a row, exactly and without sorting it.
+"""Finds where top-k and top-p cut a row, exactly (top-p: but for the rounding of sums) and without sorting it.
 
 Scaled logits are <= 0 (the row's maximum is subtracted), so the bits of their absolute value are integers in reversed
 order: a cut is the smallest 31-bit key whose logits reach the wanted count or mass, found by bisection. A whole
@@ -20,8 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LEVELS = 16  # fifteen bounds and everything; and as many slices of one level
 CAP = 8192
 """Logits of a row that `solve` holds in registers."""
-EVERYTHING = tl.constexpr(2147483647)
-"""The key that keeps every token."""
 
 
 @triton.jit
@@ -205,7 +203,8 @@ def plan_slice(
     temperature, top_k, top_p, slice_counts, slice_masses, ints, floats, V,
     K: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row) of a row with a deep cut: the slice that reaches the mass still wanted takes the level's place."""
+    """Program (row) of a row with a deep cut: the slice that reaches the mass still wanted (or the last one with
+    logits) takes the level's place."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -217,7 +216,9 @@ def plan_slice(
             above = tl.load(floats + row * 2 + 1)
             mass = _totals(slice_masses, row, 16, CHUNKS, CP)
             count = _totals(slice_counts, row, 16, CHUNKS, CP)
-            i = tl.minimum(tl.sum((mass < target - above).to(tl.int32), 0), 15)
+            i = tl.sum((mass < target - above).to(tl.int32), 0)
+            # Rounding of a top-p close to one may leave even the level's end short of it: then its last logits.
+            i = tl.minimum(i, tl.sum((count < _pick(count, 15, 16)).to(tl.int32), 0))
             tl.store(ints + row * 4 + 1, _pick(count, i, 16) - _pick(count, i - 1, 16))
             tl.store(ints + row * 4 + 3, i)
             tl.store(floats + row * 2 + 1, above + _pick(mass, i - 1, 16))
@@ -283,12 +284,67 @@ def _reach(shaped, tops, row, V, t, key, within, MASS: tl.constexpr, LIMIT: tl.c
 
 
 @triton.jit
+def _cut(
+    shaped, tops, row, V, t, k, p, held, deep, target, base, kept,
+    K: tl.constexpr, P: tl.constexpr, N: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """The largest key that survives, by bisection among the row's copies (no more than N, otherwise in memory)."""
+    answer = 2147483647
+    enough = held >= k  # level -1 holds nothing
+    fits = held <= N
+    i = tl.arange(0, N)
+    scaled = tl.load(kept + row * LIMIT + i, mask=(i < held) & fits, other=float("-inf"))
+    key = tl.where((i < held) & fits, key_of(scaled), 2147483647)
+    if K and k > 0:
+        low = 0
+        high = 2147483647
+        for _ in range(31):
+            middle = low + (high - low) // 2
+            if enough:
+                found = tl.sum((key <= middle).to(tl.float32), 0)
+            else:
+                found = _reach(shaped, tops, row, V, t, middle, 2147483647, False, LIMIT, CHUNKS, CP)
+            reached = found >= k
+            high = tl.where(reached, middle, high)
+            low = tl.where(reached, low, middle + 1)
+        answer = high
+    if P and p < 1.0:
+        weight = tl.where((key <= answer) & (key < 2147483647), tl.exp(scaled), 0.0)
+        inner = tl.sum(weight, 0)
+        if k > 0:
+            target = inner * p
+            if not enough:
+                target = p * _reach(shaped, tops, row, V, t, answer, answer, True, LIMIT, CHUNKS, CP)
+        else:
+            # Of a slice the census said that it reaches the target; only rounding could say otherwise here.
+            enough = (deep >= 0) & fits | (deep < 0) & (inner >= target)
+        low = 0
+        high = answer
+        if (deep >= 0) & fits & (held > 0):  # somewhere in the slice, whatever rounding says of its ends
+            low = tl.min(key, 0)
+            high = tl.max(tl.where(i < held, key, 0), 0)
+            answer = high
+        for _ in range(31):
+            middle = low + (high - low) // 2
+            if enough:
+                found = base + tl.sum(tl.where(key <= middle, weight, 0.0), 0)
+            else:
+                found = _reach(shaped, tops, row, V, t, middle, answer, True, LIMIT, CHUNKS, CP)
+            # At the upper end nothing is left to cut, whatever rounding says of the last sum.
+            reached = (found >= target) | (middle >= answer)
+            high = tl.where(reached, middle, high)
+            low = tl.where(reached, low, tl.minimum(middle + 1, answer))
+        answer = high
+    return answer
+
+
+@triton.jit
 def solve(
     shaped, tops, temperature, top_k, top_p, ints, floats, kept, cut, V,
     K: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): cut[row] int32 = the largest key that survives top-k and top-p."""
+    """Program (row): cut[row] int32 = the largest key that survives top-k and top-p. Most rows hold few copies."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -305,48 +361,10 @@ def solve(
             deep = tl.load(ints + row * 4 + 2)
             target = tl.load(floats + row * 2)
             base = tl.load(floats + row * 2 + 1)
-        enough = held >= k  # level -1 holds nothing
-        fits = held <= LIMIT
-        i = tl.arange(0, LIMIT)
-        scaled = tl.load(kept + row * LIMIT + i, mask=(i < held) & fits, other=float("-inf"))
-        key = tl.where((i < held) & fits, key_of(scaled), 2147483647)
-        if K and k > 0:
-            low = 0
-            high = 2147483647
-            for _ in range(31):
-                middle = low + (high - low) // 2
-                if enough:
-                    found = tl.sum((key <= middle).to(tl.float32), 0)
-                else:
-                    found = _reach(shaped, tops, row, V, t, middle, 2147483647, False, LIMIT, CHUNKS, CP)
-                reached = found >= k
-                high = tl.where(reached, middle, high)
-                low = tl.where(reached, low, middle + 1)
-            answer = high
-        if P and p < 1.0:
-            weight = tl.where((key <= answer) & (key < 2147483647), tl.exp(scaled), 0.0)
-            inner = tl.sum(weight, 0)
-            if k > 0:
-                target = inner * p
-                if not enough:
-                    target = p * _reach(shaped, tops, row, V, t, answer, answer, True, LIMIT, CHUNKS, CP)
-            else:
-                # Of a slice the census said that it reaches the target; only rounding could say otherwise here.
-                enough = (deep >= 0) & fits | (deep < 0) & (inner >= target)
-            low = 0
-            high = answer
-            if (deep >= 0) & fits:
-                high = tl.max(tl.where((i < held) & fits, key, 0), 0)
-                answer = high
-            for _ in range(31):
-                middle = low + (high - low) // 2
-                if enough:
-                    found = base + tl.sum(tl.where(key <= middle, weight, 0.0), 0)
-                else:
-                    found = _reach(shaped, tops, row, V, t, middle, answer, True, LIMIT, CHUNKS, CP)
-                # At the upper end nothing is left to cut, whatever rounding says of the last sum.
-                reached = (found >= target) | (middle >= answer)
-                high = tl.where(reached, middle, high)
-                low = tl.where(reached, low, tl.minimum(middle + 1, answer))
-            answer = high
+        few: tl.constexpr = LIMIT // 4
+        rest = (held, deep, target, base, kept)
+        if held <= few:
+            answer = _cut(shaped, tops, row, V, t, k, p, *rest, K, P, few, LIMIT, CHUNKS, CP)
+        else:
+            answer = _cut(shaped, tops, row, V, t, k, p, *rest, K, P, LIMIT, LIMIT, CHUNKS, CP)
     tl.store(cut + row, answer)

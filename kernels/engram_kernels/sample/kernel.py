@@ -3,8 +3,8 @@
 A row is spread over many programs, because 64 rows of 152k logits are few rows but much to read: one launch finds
 maxima and log-sums per chunk, one perturbs and takes the best of each chunk, one puts the chunks together. Cuts add the
 passes of `cut.py`, only when the step has a row that asks for them; chunks whose largest logit is cut draw nothing. The
-noise is the reference's: Philox-4x32-10 keyed by the seed, its counter made of vocabulary id and position, so a token
-depends on nothing else.
+noise is the reference's: Philox-4x32-10 keyed by the seed, its counter made of vocabulary id and position, and depends
+on nothing else; what top-p keeps depends on sums, whose order is that of chunks.
 Measured on an H200, 152k logits, 1 / 64 rows: greedy 5 / 14 us, with noise 9 / 66 us, with top-p 46 / 240 us where few
 tokens survive it and 60 / 390 us in a flat row, where tens of thousands do.
 Sources: Gumbel-max sampling; vLLM's in-kernel noise; Salmon et al. 2011 for Philox.
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engram_kernels.launch import dependent_launch, next_power_of_2
 from engram_kernels.metadata import SampleOutput, SamplingTensors
 from engram_kernels.sample import cut
-from engram_kernels.sample.philox import RUN
+from engram_kernels.sample.philox import LEAST, RUN
 
 CHUNK = 2048
 
@@ -83,8 +83,8 @@ def _survey(
 @triton.jit
 def _draw(
     shaped, tops, temperature, seeds, positions, min_p, cuts, drawn, drawn_ids, V,
-    MIN_P: tl.constexpr, CUT: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    CP: tl.constexpr, USE_PDL: tl.constexpr,
+    MIN_P: tl.constexpr, CUT: tl.constexpr, RUN: tl.constexpr, LEAST: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk) of a row with a temperature: the chunk's largest perturbed logit that no cut removed. All
     four words of a Philox counter are used, for ids RUN apart (see `philox.uniform`)."""
@@ -105,11 +105,12 @@ def _draw(
         best = float("-inf")
         best_id = chunk * CHUNK
         if alive:
+            tl.static_assert(CHUNK % (4 * RUN) == 0)
             c = tl.arange(0, CHUNK // 4)
             counter = chunk * (CHUNK // 4) + c
             uniform = tl.rand4x(tl.load(seeds + row), (tl.load(positions + row).to(tl.int64) << 32) | counter)
             most = tl.full((CHUNK // 4,), float("-inf"), tl.float32)
-            ids = tl.zeros((CHUNK // 4,), tl.int32) + V
+            ids = chunk * CHUNK + c // RUN * (4 * RUN) + c % RUN  # of nothing but -inf the lowest, too
             for word in tl.static_range(4):
                 v = chunk * CHUNK + c // RUN * (4 * RUN) + word * RUN + c % RUN
                 scaled = cut.scaled_logits(shaped, tops, row, v, V, t, CHUNKS, CP)
@@ -118,7 +119,8 @@ def _draw(
                     keep = keep & (cut.key_of(scaled) <= tl.load(cuts + row))
                 if MIN_P:
                     keep = keep & (scaled >= tl.minimum(tl.log(tl.load(min_p + row)), 0.0))
-                noisy = tl.where(keep, scaled - tl.log(-tl.log(uniform[word])), float("-inf"))
+                u = tl.maximum(uniform[word], LEAST)
+                noisy = tl.where(keep, scaled - tl.log(-tl.log(u)), float("-inf"))
                 better = noisy > most  # of equal ones the lower id
                 ids = tl.where(better, v, ids)
                 most = tl.where(better, noisy, most)
@@ -224,7 +226,7 @@ def _choose(
         _draw[(rows, chunks)](
             shaped, tops, temperature, s.seeds, s.positions, tops if s.min_p is None else s.min_p,
             tops if cuts is None else cuts, drawn, drawn_ids, vocab, s.min_p is not None, cuts is not None, RUN,
-            CHUNK, chunks, padded, pdl, num_warps=4, **kwargs,
+            LEAST, CHUNK, chunks, padded, pdl, num_warps=4, **kwargs,
         )  # fmt: skip
     _finish[(rows,)](
         raw, tops, top_ids, raw_tops, raw_sums, drawn, drawn_ids, tops if temperature is None else temperature, tokens,

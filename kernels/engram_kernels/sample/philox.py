@@ -22,6 +22,10 @@ RUN = 16
 """Ids in a row that take the same word of their counters: short, so that a chunk of ids is whole runs of all four, and
 64 bytes of logits, so that reading one word's is not slower."""
 
+LEAST = 2.0**-33
+"""Less than any uniform number but 0, and used instead of it, whose noise would be -inf: not even the only token that
+survives a cut would be chosen."""
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram_kernels.metadata import SampleOutput, SamplingTensors
-from engram_kernels.sample.philox import uniform, uniform_row
+from engram_kernels.sample.philox import LEAST, uniform, uniform_row
 
 _PREFIX = 1024
 """Top-p looks at this many of the largest logits before it sorts the whole vocabulary."""
@@ -89,8 +89,8 @@ def _draw(
 
 
 def _gumbel(uniform: Tensor) -> Tensor:
-    # A uniform can be exactly 0, which gives -inf (never chosen), and is never 1, which would give +inf.
-    return uniform.log_().neg_().log_().neg_()
+    # A uniform number is never 1, which would give +inf.
+    return uniform.clamp_(min=LEAST).log_().neg_().log_().neg_()
 
 
 def _floor(scaled: Tensor, rows: Tensor, s: SamplingTensors) -> Tensor | None:

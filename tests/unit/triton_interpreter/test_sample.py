@@ -7,6 +7,7 @@ import torch
 
 from engram_kernels.metadata import SamplingTensors
 from engram_kernels.sample import cut, kernel
+from engram_kernels.sample.reference import _floor
 from engram_kernels.sample.reference import sample as reference
 
 ROWS, VOCAB = 4, 120
@@ -72,6 +73,59 @@ def test_a_flat_row_is_cut_where_the_reference_cuts_it(
         s.positions.add_(1)  # type: ignore[union-attr]
         got, expected = kernel.sample(logits, s), reference(logits, s)
         assert got.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def _kept(logits: torch.Tensor, top_p: list[float]) -> tuple[list[int], list[int]]:
+    """How many tokens of each row survive top-p in the kernels and in the reference; temperature 1."""
+    rows, vocab = logits.shape
+    chunks = torch.nn.functional.pad(logits, (0, -vocab % kernel.CHUNK), value=-torch.inf).unflatten(
+        -1, (-1, kernel.CHUNK)
+    )
+    ones, p = torch.ones(rows), torch.tensor(top_p)
+    found = kernel._find_cuts(logits, chunks.amax(-1), ones, None, p)
+    assert found is not None
+    scaled = logits - logits.amax(-1, keepdim=True)
+    s = SamplingTensors(ones, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), top_p=p)
+    floor = _floor(scaled, torch.arange(rows), s)
+    assert floor is not None
+    inside = scaled.abs().view(torch.int32) <= found[:, None]
+    return inside.sum(-1).tolist(), (scaled >= floor[:, None]).sum(-1).tolist()
+
+
+def test_a_top_p_that_rounding_may_not_reach_cuts_next_to_nothing() -> None:
+    """Not everything but the best token: sums of the vocabulary in another order fall short of it."""
+    close = [0.99999994, 0.9999999, 0.9999997, 0.999999] * 4
+    got, expected = _kept(torch.randn(16, 300) * 3, close)
+    assert all(abs(one - other) < 20 for one, other in zip(got, expected, strict=True))
+
+
+def test_a_cut_at_the_end_of_a_slice_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row asks for the mass of one slice and those above it, within a rounding of its sum."""
+    monkeypatch.setattr(cut, "CAP", 16)
+    row = torch.randn(219, generator=torch.Generator().manual_seed(3)) * 0.3
+    scaled = row - row.max()
+    edges = torch.arange(1, 65) / 32  # slices of the levels that end at 0.5, 1, 1.5 and 2
+    mass = torch.stack([scaled.double().exp()[scaled >= -edge].sum() for edge in edges])
+    shares = (mass / scaled.double().exp().sum()).float()
+    shares = shares[(shares > 0.2) & (shares < 0.99)].unique()
+    top_p = [float(s) for share in shares for s in (share, torch.nextafter(share, torch.tensor(1.0)))]
+    got, expected = _kept(row.expand(len(top_p), -1).contiguous(), top_p)
+    assert len(top_p) > 20
+    assert all(abs(one - other) <= 1 for one, other in zip(got, expected, strict=True))
+
+
+def test_the_only_survivor_is_chosen_whatever_its_noise() -> None:
+    """The word of this seed, position and id is the one that maps to a uniform number of 0."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 56] = 10.0
+    s = SamplingTensors(torch.ones(1), torch.tensor([0]), torch.tensor([21765996]), top_k=torch.tensor([1]))
+    assert kernel.sample(logits, s).token_ids.tolist() == reference(logits, s).token_ids.tolist() == [56]
+
+
+def test_a_row_of_nothing_gives_the_reference_s_token() -> None:
+    s = SamplingTensors(torch.ones(2), torch.tensor([1, 2]), torch.tensor([3, 4]))
+    logits = torch.full((2, VOCAB), -torch.inf)
+    assert kernel.sample(logits, s).token_ids.tolist() == reference(logits, s).token_ids.tolist() == [0, 0]
 
 
 def test_penalties_bias_and_suppression() -> None:
