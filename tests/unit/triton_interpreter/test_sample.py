@@ -94,8 +94,7 @@ def _kept(logits: torch.Tensor, top_p: list[float]) -> tuple[list[int], list[int
 
 def test_a_top_p_that_rounding_may_not_reach_cuts_next_to_nothing() -> None:
     """Not everything but the best token: sums of the vocabulary in another order fall short of it."""
-    close = [0.99999994, 0.9999999, 0.9999997, 0.999999] * 4
-    got, expected = _kept(torch.randn(16, 300) * 3, close)
+    got, expected = _kept(torch.randn(8, 300) * 3, [0.99999994, 0.9999999] * 4)
     assert all(abs(one - other) < 20 for one, other in zip(got, expected, strict=True))
 
 
@@ -107,10 +106,10 @@ def test_a_cut_at_the_end_of_a_slice_stays_there(monkeypatch: pytest.MonkeyPatch
     edges = torch.arange(1, 65) / 32  # slices of the levels that end at 0.5, 1, 1.5 and 2
     mass = torch.stack([scaled.double().exp()[scaled >= -edge].sum() for edge in edges])
     shares = (mass / scaled.double().exp().sum()).float()
-    shares = shares[(shares > 0.2) & (shares < 0.99)].unique()
+    shares = shares[(shares > 0.2) & (shares < 0.99)].unique()[4::5]
     top_p = [float(s) for share in shares for s in (share, torch.nextafter(share, torch.tensor(1.0)))]
     got, expected = _kept(row.expand(len(top_p), -1).contiguous(), top_p)
-    assert len(top_p) > 20
+    assert len(top_p) == 10
     assert all(abs(one - other) <= 1 for one, other in zip(got, expected, strict=True))
 
 
