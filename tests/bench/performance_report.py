@@ -72,7 +72,8 @@ Every op against its own limit, with its error against a higher precision:
 [kernels.json](../tests/bench/results/kernels.json), `python tests/bench/bench_kernels.py`, measured on {kernels_date}
 (commit b9ab1e6). Prefill attention reaches {attention} TFLOP/s where cuDNN reaches {cudnn} in the same run
 (8,192 tokens; {attention_long} and {cudnn_long} at 32,768, in another run on another card 632 and 649). These are short
-bursts: within a prompt the card draws all of its 700 W and runs at 1,400 to 1,600 MHz.
+bursts: in long prompts the card draws all of its 700 W (nvidia-smi beside prompts like those below: 685 to 695 W,
+1,320 to 1,580 MHz of 1,980).
 
 The same inputs give the same bits: steps of Qwen3-8B and Granite (40 new tokens on 4,097; 1, 2, 4 and 8 decodes) were
 recorded and repeated 40 to 100 times beside other work on the card, and every output of every op was equal
