@@ -11,7 +11,6 @@ kernels/engram_kernels/tuning/<gpu>.json); no entry where the two kernels win.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import statistics
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engram_kernels.autotune.linear import describe
 from engram_kernels.gated_linear.kernel import WIDE_KINDS, Tile, Warpgroups, Wide, run_wide, wide_plan
 from engram_kernels.silu_and_mul.kernel import silu_and_mul
 from tests.bench.gpu_timing import MATMUL_TFLOPS, save, time_us
@@ -29,8 +29,7 @@ ROWS = (512, 1024, 1100, 2048, 2300, 4096, 8192)
 WINDOW_MS = 120.0
 """Of one candidate, before it is timed and while it is."""
 COPIES = 4
-"""Of the weights: more than the L2 holds."""
-NAMES = {kind: name for name, kind in WIDE_KINDS.items()}
+"""Of the weights, in turn: those of a large layer are not in the L2 from one call to the next."""
 
 
 def candidates(n: int, k: int, current: Wide | None, kinds: Sequence[str]) -> list[Wide]:
@@ -82,8 +81,7 @@ def tune(rows: int, n: int, k: int, weights: list[torch.Tensor], kinds: Sequence
     print(f"{rows} rows, {n}x{k}: {best} {times[best]:.1f} us ({rate / MATMUL_TFLOPS:.0%}); {shown}", flush=True)
     if best is None:
         return None
-    fields = {name: int(value) for name, value in dataclasses.asdict(best).items()}
-    return {"kind": NAMES[type(best)], **fields, "us": round(times[best], 1), "cublas_us": round(times[None], 1)}
+    return {**describe(best), "us": round(times[best], 1), "cublas_us": round(times[None], 1)}
 
 
 def main() -> None:

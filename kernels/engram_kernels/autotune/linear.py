@@ -16,7 +16,7 @@ from torch import Tensor
 from engram_kernels.autotune.candidates import FP32_KINDS, KINDS, call, candidates
 from engram_kernels.autotune.driver import Card
 from engram_kernels.autotune.search import Case, Problem
-from engram_kernels.gated_linear.kernel import without_plan
+from engram_kernels.gated_linear.kernel import Wide, without_plan
 from engram_kernels.linear.kernel import Choice
 
 TOLERANCE = 4e-3
@@ -88,8 +88,8 @@ class Layer:
         )
 
 
-def describe(choice: Choice | None) -> dict[str, Any]:
-    """A choice as a table entry (see `engram_kernels.linear.kernel.parse`)."""
+def describe(choice: Choice | Wide | None) -> dict[str, Any]:
+    """A choice as a table entry (see `engram_kernels.linear.kernel.parse`, and `parse_wide` of gated_linear)."""
     if choice is None:
         return {"kind": "cublas"}
     fields = {name: int(value) for name, value in dataclasses.asdict(choice).items()}
