@@ -7,8 +7,8 @@ next keys, comes between them, because ptxas moves a wait for products up to the
 A row's sums are kept against the largest score of a tile that came before, until a score exceeds it by 8 (in log2), so
 that almost no tile makes the outputs so far smaller; a warp none of whose rows need it skips that. Pages of 16 tokens
 go straight from the cache into slices of one shared tile: no gather.
-Measured on an H200 that draws all of its 700 W, in one run beside the kernel without turns, skipping and that wait
-(TFLOP/s of causal work): 561 (538) at 8,192 tokens, 593 (568) and 606 (572) for the last 8,192 of 16,384 and 32,768.
+Measured on two H200s (tests/bench/bench_kernels.py, kernels.json is the first; TFLOP/s of causal work in bursts, cuDNN
+beside it): 603 and 607 at 8,192 tokens (577, 577), 633 and 632 at 32,768 (600, 649), 612 and 638 for 2,048 on 30,720.
 Sources: FlashAttention-3 (Shah et al. 2024), the rare rescaling of FlashAttention-4, our prototype.
 Limits: bf16 or fp16, head size 128, capability 9.0. The whole KV pool must hold finite numbers (a fresh pool is zeros):
 keys past a sequence's end get weight 0, and 0 * NaN is NaN. Blocks of 128 rows: short chunks go to `split_kv.py`.
