@@ -70,7 +70,7 @@ def test_inputs_are_not_modified():
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**31), token=st.integers(0, 2**20))
 def test_a_draw_is_addressed_by_seed_position_and_token(seed, position, token):
     # Ids 0 to 15 take the first words of counters 0 to 15, ids 16 to 31 their second words; 64 the next counters.
-    counter, word = divmod(token, 64)[0] * 16 + token % 16, token % 64 // 16
+    counter, word = token // 64 * 16 + token % 16, token % 64 // 16
     word = philox_by_hand((counter, position, 0, 0), (seed % WORD, (seed >> 32) % WORD))[word]
     got = uniform(torch.tensor(seed), torch.tensor(position), torch.tensor([token]))
     assert got.dtype == torch.float32
